@@ -20,7 +20,7 @@ from attention.base.messages import did_you_mean, one_of
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("int", "float", "log_float", "choice", "bool")
 AUTO_KNOB = "auto"
-"""What a knob may be set to whose value then follows from what is at hand (`Knob.auto`)."""
+"""A setting of a knob whose value is then derived from the model or the machine (`Knob.auto`)."""
 _IN_WORDS = {"int": "a whole number", "float": "a number", "log_float": "a number"}
 
 
@@ -63,8 +63,7 @@ class Knob:
         """Return this knob with the default of the first of these functions that has its parameter.
 
         Raises:
-            ValueError: If no function has one, or if the knob states a default of its own beside
-                it.
+            ValueError: If no function has one, or if the knob also states its own default.
         """
         empty = inspect.Parameter.empty
         named = (inspect.signature(function).parameters.get(self.name) for function in functions)
@@ -165,7 +164,7 @@ class Axis:
             source: Paper, section, equation.
             knobs: Parameters of the function; their defaults are those of its signature.
             needs: What the function needs beyond the weights, e.g. "statistics" (a calibration).
-            passes_to: The function that `**knobs` go on to, if the defaults stand in its signature.
+            passes_to: The function that receives `**knobs`, if its signature has the defaults.
         """
 
         def add(function: F) -> F:

@@ -27,8 +27,7 @@ from attention.ratios import own_heads
 class Checkpoint:
     """A local folder or a model of the hub, and its config, which is read once (`open`).
 
-    What follows from the two is worked out when it is first wanted, and kept. Weights are read by
-    `load` alone.
+    Properties derived from the two are computed at first use and cached. Only `load` reads weights.
 
     Attributes:
         path: The folder or hub name.
@@ -80,12 +79,12 @@ class Checkpoint:
 
     @cached_property
     def stored_dtype(self) -> torch.dtype:
-        """What the weights are stored in. Raises DtypeError if neither config nor files say it."""
+        """The dtype of the stored weights. Raises DtypeError if it is not known."""
         return own_dtype(self.config, self.path)
 
     @property
     def name(self) -> str:
-        """What it is called in records: the source of a plain copy, else its path."""
+        """The name of the checkpoint in records: the source of a plain copy, else its path."""
         return source_name(self.path)
 
     @cached_property
@@ -125,7 +124,7 @@ class Checkpoint:
         """
         check_fits(self.plan, self.geometry)
         if weights:
-            self._weights_found  # noqa: B018
+            self._check_weights_once  # noqa: B018
         else:
             self._plain  # noqa: B018
 
@@ -134,7 +133,7 @@ class Checkpoint:
         weights.check_plain(self.path, self.config)
 
     @cached_property
-    def _weights_found(self) -> None:
+    def _check_weights_once(self) -> None:
         weights.check_weights(self.path, self.config)
 
     def load(

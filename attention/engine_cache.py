@@ -15,11 +15,11 @@ from attention.modeling.rounded_cache import Scales, rounded_cache
 
 
 def with_engine_heads(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model whose heads lie in a cache as an engine holds them.
+    """Return a model with the heads that an engine has in its cache.
 
-    Wide heads, which Headfold keeps in slices, as heads of a larger head dim: an engine's blocks
-    are of neighbours in that. Any other model is returned as it is. What lies outside of attention
-    is `model`'s memory.
+    Wide heads, which Headfold stores in slices, become heads of a larger head dim: an engine's
+    blocks are of neighbours in that. Any other model is returned unchanged. Parameters outside of
+    attention share `model`'s memory.
 
     Raises:
         CacheFormatError: For wide heads that no stock model has.

@@ -120,8 +120,7 @@ class LayerHeads:
 def distinct_heads(*parts: Tensor | None) -> tuple[list[int], Tensor]:
     """Find sets of equal heads.
 
-    Where query heads share a head the lifted ones are equal: what is computed for one holds for the
-    others.
+    Query heads that share a head are equal after lifting: results for one are valid for the others.
 
     Args:
         parts: Tensors `[H, ...]`; heads are equal if they are in all of them.

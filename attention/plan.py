@@ -1,4 +1,4 @@
-"""What a plan is: which key head and which value head each query head reads, in every layer.
+"""A plan: which key head and which value head each query head reads, in every layer.
 
 A plan holds integers and names only; it is frozen, canonical, JSON, and has a digest. MHA, MQA,
 GQA, uneven groups and different groups for keys and values are all one pair of maps.
@@ -45,8 +45,8 @@ class AttentionPlan:
         composition: How heads are composed, or None.
         mlp_shares: Shared blocks of the MLPs, each MLP split into as many blocks as a layer has
             query heads.
-        query_shares: Shares of the query projection alone, where each projection follows a match of
-            its own (Cao 2024's ablation); not beside `shares`.
+        query_shares: Shares of the query projection alone, where each projection has a separate
+            match (Cao 2024's ablation); not together with `shares`.
         key_shares: The same of the key projection.
         value_shares: The same of the value projection.
         output_shares: Shares of the head's columns of the output projection, which `shares` leaves
@@ -211,7 +211,8 @@ class AttentionPlan:
             "shares": [],
             "composition": self.composition.to_dict() if self.composition else None,
         }
-        # All but `shares` are left out when empty, so that plans from before keep their digests
+        # Empty fields except `shares` are left out, so that the digests of older plans do not
+        # change
         return record | {
             n: [asdict(share) for share in shares] for n in SHARES if (shares := getattr(self, n))
         }
@@ -291,7 +292,7 @@ def _listed(record: dict[str, Any], name: str) -> list[Any]:
 
 
 def _built(kind: type[Built], item: Any, where: str) -> Built:
-    """Return a dataclass from its record: every field there, of its own type, and no other."""
+    """Return a dataclass from its record, which must have exactly its fields, with their types."""
     values = _object(item)
     if values is None:
         raise PlanError(f"{where} must be a JSON object, got {shortened(item)}")

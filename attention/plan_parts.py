@@ -1,4 +1,4 @@
-"""What a plan is made of: the maps of a layer, shared heads, and the composition of heads.
+"""The parts of a plan: the maps of a layer, shared heads, and the composition of heads.
 
 Legend: H query heads per layer, d head dim.
 """
@@ -155,7 +155,7 @@ class LayerPlan:
 
     @property
     def is_uniform_gqa(self) -> bool:
-        """One map for keys and values, groups of equal size.
+        """Return one map for keys and values, with groups of equal size.
 
         Plain GQA once the query heads are permuted, of heads as wide as the plan says.
         """
@@ -212,9 +212,9 @@ class Composition:
         rank: R of the low-rank branch, of each group.
         query_side: Whether there is a branch made from the query token.
         key_side: Whether there is a branch made from the key token.
-        before_softmax: Whether heads are composed before the softmax, with parameters of their own.
+        before_softmax: Whether heads are composed before the softmax, with separate parameters.
         after_softmax: Whether they are composed after it.
-        static_base: A learned H x H matrix in place of the skip; with both sides off this is
+        static_base: A learned H x H matrix instead of the skip; with both sides off this is
         Talking-Heads attention.
         groups: Heads are composed within this many groups of neighbouring query heads (section
         3.2).
@@ -288,7 +288,7 @@ class Composition:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values.
 
-        Fields added later are left out at their default, so that digests stay.
+        Fields added later are left out at their default, so that digests do not change.
         """
         record = asdict(self)
         return {k: v for k, v in record.items() if k not in ("projection", "gate") or not v}

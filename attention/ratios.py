@@ -4,8 +4,9 @@ The one place where ratios and numbers of heads are turned into each other.
 
 Legend: L layers, U KV heads per layer that the checkpoint stores.
 
-A *KV ratio*, wherever a user gives or reads one, is kept key and value heads over the 2 L U of the
-checkpoint. What composition caches besides heads is not in it, but in the bytes.
+A *KV ratio*, in all inputs and outputs, is kept key and value heads over the 2 L U of the
+checkpoint. The bytes that composition adds to the cache are not part of it; they are counted in the
+bytes per token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from attention.geometry import HeadGeometry
 from attention.plan import BYTES, AttentionPlan
 
-ROUNDING = 2e-6  # of a ratio that was typed, or kept as a decimal
+ROUNDING = 2e-6  # of a ratio that was typed, or stored as a decimal
 
 UNITS = {"share": "", "heads": " KV heads per layer", "bytes": " KV bytes per token"}
 """Units that a budget is requested and reported in, and what follows its number."""

@@ -54,18 +54,18 @@ def layers_per_rank(kv_heads: Sequence[int], ranks: int) -> tuple[int, ...]:
     Raises:
         RankLayoutError: Naming the first layer whose heads cannot be divided.
     """
-    held = []
+    heads = []
     for layer, count in enumerate(kv_heads):
         try:
-            held.append(heads_per_rank(count, ranks))
+            heads.append(heads_per_rank(count, ranks))
         except RankLayoutError as error:
             raise RankLayoutError(f"layer {layer}: {error}") from None
-    return tuple(held)
+    return tuple(heads)
 
 
 @dataclass(frozen=True)
 class RankCache:
-    """What each GPU holds of one token, in bytes.
+    """The bytes that each GPU stores per token.
 
     Attributes:
         tensor_parallel: GPUs.
@@ -86,22 +86,23 @@ class RankCache:
 
     @property
     def note(self) -> str:
-        """What that means, in one sentence."""
-        ranks, held = self.tensor_parallel, self.kv_bytes_per_token_per_gpu
+        """Describe the result in one sentence."""
+        ranks, rank_bytes = self.tensor_parallel, self.kv_bytes_per_token_per_gpu
         original = self.kv_bytes_per_token_per_gpu_original
         least = "at least " * self.at_least
-        text = f"on each of {ranks} GPUs {least}{held:,} KV bytes per token"
-        if original is not None and held >= original:
+        text = f"on each of {ranks} GPUs {least}{rank_bytes:,} KV bytes per token"
+        if original is not None and rank_bytes >= original:
             return (
                 f"{text}, as before: this saves nothing there, since every GPU holds at least one "
                 "KV head per layer"
             )
         if original is not None:
-            text += f", {percent(round(held / original, 4))} of the original's {original:,}"
+            text += f", {percent(round(rank_bytes / original, 4))} of the original's {original:,}"
         if self.replicated_layers:
             text += (
                 f"; in {self.replicated_layers} layer(s) GPUs hold copies of a KV head, so that "
-                f"all of them together hold {ranks * held:,} and not {self.kv_bytes_per_token:,}"
+                f"all of them together hold {ranks * rank_bytes:,} and not "
+                f"{self.kv_bytes_per_token:,}"
             )
         return text
 

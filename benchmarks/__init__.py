@@ -1,1 +1,1 @@
-"""What measures speed and memory. `make bench` runs it all; results, failures too, are dated in LOG.md."""
+"""Benchmarks of speed and memory. `make bench` runs them all; results, failures too, are dated in LOG.md."""

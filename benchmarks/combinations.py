@@ -1,4 +1,4 @@
-"""Where the losses of a conversion come from: each step towards our recipes, with and without the local fit.
+"""The losses of a conversion by step: each step towards our recipes, with and without the local fit.
 
     python -m benchmarks.combinations MODEL [--shares 0.5,0.25] [--formats f16 q8_0] [--data TEXT]
 
@@ -64,7 +64,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Result:
-    """What a conversion loses with its cache in a format, nats per token."""
+    """Loss increase of a conversion with its cache in a format, nats per token."""
 
     conversion: Conversion
     cache_format: str
@@ -73,10 +73,10 @@ class Result:
     error: float | None
 
     def __str__(self) -> str:
-        made = self.conversion
+        conversion = self.conversion
         deviation = "" if self.error is None else f" ± {self.error:.4f}"
-        cells = [made.name, f"{made.heads:.1%}", self.cache_format, f"{self.share:.1%}"]
-        cells += [f"{self.increase:+.4f}{deviation}", f"{made.steps:.0f}", f"{made.seconds:.0f} s"]
+        cells = [conversion.name, f"{conversion.heads:.1%}", self.cache_format, f"{self.share:.1%}"]
+        cells += [f"{self.increase:+.4f}{deviation}", f"{conversion.steps:.0f}", f"{conversion.seconds:.0f} s"]
         return f"| {' | '.join(cells)} |"
 
 
@@ -139,23 +139,23 @@ def measured(
     for name in steps:
         arms |= {name: STEPS[name], f"{name}, fitted": STEPS[name].with_changes(**fit)}
     whole = Conversion("the checkpoint as it is", 1.0, store.original, 0, 0.0)
-    made = itertools.chain([whole], *(conversions(store, arms, share) for share in shares))
-    for each in made:
+    every_conversion = itertools.chain([whole], *(conversions(store, arms, share) for share in shares))
+    for each in every_conversion:
         if each is whole and list(formats) == ["f16"]:
             continue
         for name in formats:
             plain = name == "f16"
             pair = CachePair.parse(name)
-            held = each.model if plain else with_engine_heads(each.model)  # some have a form of ours alone
-            with engine_cache(held, None if plain else pair):
-                found = evaluate(held, store.texts.held_out).compared(store.original_evaluation)
-            share = each.heads if plain else format_record(pair, plan_of(held), original)["share"]
-            yield Result(each, name, share, found["loss_increase"], found["loss_increase_stderr"])
+            engine_model = each.model if plain else with_engine_heads(each.model)  # some exist only in our own form
+            with engine_cache(engine_model, None if plain else pair):
+                comparison = evaluate(engine_model, store.texts.held_out).compared(store.original_evaluation)
+            share = each.heads if plain else format_record(pair, plan_of(engine_model), original)["share"]
+            yield Result(each, name, share, comparison["loss_increase"], comparison["loss_increase_stderr"])
 
 
 @benchmark("combinations", devices=("cpu",))
 def combinations(scale: Scale) -> Iterator[Row]:
-    """What each step towards our recipes loses on the demo checkpoint, with and without the local fit."""
+    """Measure each step towards our recipes on the demo checkpoint, with and without the local fit."""
     path = str(shipped("examples/stdlib-llama/config.json").parent)
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     steps = scale.pick(("+ least squares",), tuple(STEPS))
@@ -178,23 +178,25 @@ def model_parser(description: str, shares: str) -> argparse.ArgumentParser:
     return parser
 
 
-def shares_of(given: argparse.Namespace) -> list[float]:
-    return [float(share) for share in given.shares.split(",")]
+def shares_of(arguments: argparse.Namespace) -> list[float]:
+    return [float(share) for share in arguments.shares.split(",")]
 
 
-def sizes_of(given: argparse.Namespace) -> dict[str, Any]:
+def sizes_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `headfold convert` on texts and their sizes."""
     names = ("calibration_tokens", "eval_tokens", "sequence_length")
-    return {"calibration_data": given.data} | {name: getattr(given, name) for name in names}
+    return {"calibration_data": arguments.data} | {name: getattr(arguments, name) for name in names}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = model_parser(__doc__ or "", "of its KV heads, at most")
     parser.add_argument("--formats", nargs="*", default=["f16"], help="of the cache")
     parser.add_argument("--steps", nargs="*", default=list(STEPS), choices=list(STEPS))
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     print(HEADER, flush=True)
-    for each in measured(given.model, shares_of(given), given.formats, given.steps, **sizes_of(given)):
+    for each in measured(
+        arguments.model, shares_of(arguments), arguments.formats, arguments.steps, **sizes_of(arguments)
+    ):
         print(each, flush=True)
 
 

@@ -38,11 +38,11 @@ def composition(scale: Scale) -> Iterator[Row]:
         works[f"prefill {kind}"] = _without_gradient(lambda m=model: m(batch, use_cache=False))
         works[f"decoding {kind}"] = _without_gradient(lambda m=model: _decode(m, batch, scale.pick(2, 16)))
         works[f"training step {kind}"] = training_step(model, batch)
-    taken = medians(works, scale.pick(1, 4), scale.device)
+    times = medians(works, scale.pick(1, 4), scale.device)
     for what, paper in PAPER.items():
         for kind in KINDS:
             if kind != "transformer":
-                yield Row(f"{what}, {kind}", taken[f"{what} {kind}"], taken[f"{what} transformer"], "s", paper)
+                yield Row(f"{what}, {kind}", times[f"{what} {kind}"], times[f"{what} transformer"], "s", paper)
 
 
 def _without_gradient(work: Callable[[], object]) -> Callable[[], object]:

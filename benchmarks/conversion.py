@@ -1,4 +1,4 @@
-"""What a conversion costs: calibration against a forward pass, conversion against a training step."""
+"""Time of a conversion: calibration against a forward pass, conversion against a training step."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def calibration(scale: Scale) -> Iterator[Row]:
         "ours": lambda: calibrate(model, sequences, sample_tokens=sequences.shape[1]),
         "rival": forward,
     }
-    taken = medians(works, scale.pick(1, 3), scale.device)
+    times = medians(works, scale.pick(1, 3), scale.device)
     note = f"{sequences.numel()} tokens, demo width"
-    yield Row("moments per head", taken["ours"], taken["rival"], "s", note)
+    yield Row("moments per head", times["ours"], times["rival"], "s", note)
 
 
 @benchmark("conversion")
@@ -48,14 +48,14 @@ def conversion(scale: Scale) -> Iterator[Row]:
         fusion: lambda fusion=fusion: convert(model, plan, fusion=fusion, calibration=statistics)
         for fusion in ("mean", "least_squares")
     }
-    taken = medians({**works, "step": step}, scale.pick(1, 3), scale.device)
+    times = medians({**works, "step": step}, scale.pick(1, 3), scale.device)
     for fusion in works:
-        yield Row(f"convert, {fusion.replace('_', ' ')}", taken[fusion], taken["step"], "s", "statistics given")
+        yield Row(f"convert, {fusion.replace('_', ' ')}", times[fusion], times["step"], "s", "statistics given")
     converted = convert(model, plan, fusion="least_squares", calibration=statistics)
     settings = {"fit_steps": scale.pick(2, 60)}
     once = medians({"fit": lambda: refine("fit_heal", model, converted, sequences, settings)}, 1, scale.device)
     note = f"{settings['fit_steps']} Adam steps per layer, {sequences.numel()} tokens"
-    yield Row("local fit and heal", once["fit"], taken["step"], "s", note)
+    yield Row("local fit and heal", once["fit"], times["step"], "s", note)
 
 
 def training_step(model: PreTrainedModel, batch: Tensor):

@@ -51,7 +51,7 @@ def _setting(scale: Scale) -> tuple[torch.dtype, list[int]]:
 @benchmark("decode-layer")
 @torch.no_grad()
 def of_one_layer(scale: Scale) -> Iterator[Row]:
-    """One new token in one attention layer (append to the cache, attend), a quarter of the KV heads, decoupled."""
+    """Time one new token in one attention layer (append to the cache, attend), a quarter of the KV heads, decoupled."""
     dtype, lengths = _setting(scale)
     shapes = {"demo": DEMO} if scale.quick else {"demo": DEMO, "32 heads of 64": WIDE, "7B": LLAMA_7B}
     for shape_name, shape in shapes.items():
@@ -96,7 +96,7 @@ def layer_arms(heads: int, width: int, length: int, dtype: torch.dtype, device: 
 @benchmark("decode-model")
 @torch.no_grad()
 def of_whole_models(scale: Scale) -> Iterator[Row]:
-    """One new token of a whole model, a quarter of the KV heads, decoupled."""
+    """Time one new token of a whole model, a quarter of the KV heads, decoupled."""
     dtype, lengths = _setting(scale)
     shapes = {"demo width, 4 layers": (DEMO, 4)} | scale.pick({}, {"32 heads of 64, 2 layers": (WIDE, 2)})
     for name, (shape, layers) in shapes.items():
@@ -117,9 +117,9 @@ def of_whole_models(scale: Scale) -> Iterator[Row]:
         }
         for length in lengths:
             for batch in (1, 4):
-                arms = {arm: stepper(model, held, length, arm, batch) for arm, (model, held) in models.items()}
-                taken = medians(arms, scale.pick(1, 8 // batch + 1), scale.device, dict.fromkeys(arms, 2))
-                yield from _rows(f"{name}, {batch} x {length} tokens", taken)
+                arms = {arm: stepper(model, cache, length, arm, batch) for arm, (model, cache) in models.items()}
+                times = medians(arms, scale.pick(1, 8 // batch + 1), scale.device, dict.fromkeys(arms, 2))
+                yield from _rows(f"{name}, {batch} x {length} tokens", times)
 
 
 def stepper(model: Any, layers: tuple[LayerPlan, ...], length: int, arm: str, batch: int = 1) -> Callable[[], Any]:
@@ -137,16 +137,16 @@ def stepper(model: Any, layers: tuple[LayerPlan, ...], length: int, arm: str, ba
         cache.update(keys, values, index)
 
     def step() -> None:
-        own = model.config._attn_implementation
-        model.config._attn_implementation = EXPANDED if arm == "expand" else own
+        implementation = model.config._attn_implementation
+        model.config._attn_implementation = EXPANDED if arm == "expand" else implementation
         try:
             model(token, **cache_argument(model, cache), use_cache=True)
         finally:
-            model.config._attn_implementation = own
+            model.config._attn_implementation = implementation
 
     return step
 
 
-def _rows(name: str, taken: dict[str, float]) -> Iterator[Row]:
+def _rows(name: str, times: dict[str, float]) -> Iterator[Row]:
     for rival, words in RIVALS.items():
-        yield Row(f"{name}, {words}", 1e3 * taken["ours"], 1e3 * taken[rival], "ms per step")
+        yield Row(f"{name}, {words}", 1e3 * times["ours"], 1e3 * times[rival], "ms per step")

@@ -1,10 +1,10 @@
-"""What our forms lose against means in families whose layers are not Llama's: norms of queries and keys, caps, sinks,
-layers without rotary embedding, experts.
+"""Losses of our forms against means in families whose layers differ from Llama's: norms of queries and keys, caps,
+sinks, layers without rotary embedding, experts.
 
     python -m benchmarks families [--quick]
 
 A small model of each family is trained for some minutes on the standard library's code, and its KV heads are halved.
-One seed; what such a model has learned of attention is little, and a large one may behave otherwise.
+One seed; such a model has learned little about attention, and a large one may behave otherwise.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def families(scale: Scale) -> Iterator[Row]:
 def trained(name: str, text: Tensor, steps: int) -> PreTrainedModel:
     """A model of the family after some steps of AdamW on `text` `[N, T]`, the last of them at a falling rate."""
     config: Any = OWN[name][0]
-    own = OWN[name][1]
-    settings = {key: value for key, value in (SHAPE | own).items() if value is not None or key == "pad_token_id"}
+    changes = OWN[name][1]
+    settings = {key: value for key, value in (SHAPE | changes).items() if value is not None or key == "pad_token_id"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**settings), dtype=torch.float32).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))

@@ -25,24 +25,24 @@ def grouping(scale: Scale) -> Iterator[Row]:
     for heads in scale.pick((5,), (8, 10)):
         pairs = np.abs(np.random.default_rng(heads).normal(size=(heads, heads)))
         pairs = pairs + pairs.T
-        found: dict[str, dict[int, float]] = {}
+        scores: dict[str, dict[int, float]] = {}
 
-        def ours(pairs: np.ndarray = pairs, heads: int = heads, found: dict = found) -> None:
-            found["ours"] = {g: -float(p.score or 0.0) for g, p in exact_partition(pairs, heads).items()}
+        def ours(pairs: np.ndarray = pairs, heads: int = heads, scores: dict = scores) -> None:
+            scores["ours"] = {g: -float(p.score or 0.0) for g, p in exact_partition(pairs, heads).items()}
 
-        def brute(pairs: np.ndarray = pairs, found: dict = found) -> None:
-            found["brute"] = brute_force(pairs)
+        def brute(pairs: np.ndarray = pairs, scores: dict = scores) -> None:
+            scores["brute"] = brute_force(pairs)
 
-        taken = medians({"ours": ours, "brute": brute}, scale.pick(1, 2), repeat={"ours": scale.pick(1, 3)})
-        if any(abs(found["ours"][g] - cost) > 1e-9 for g, cost in found["brute"].items()):
-            raise RuntimeError(f"the exact grouping of {heads} heads is not the cheapest: {found}")
-        yield Row(f"{heads} heads, all numbers of groups", 1e3 * taken["ours"], 1e3 * taken["brute"], "ms")
+        times = medians({"ours": ours, "brute": brute}, scale.pick(1, 2), repeat={"ours": scale.pick(1, 3)})
+        if any(abs(scores["ours"][g] - cost) > 1e-9 for g, cost in scores["brute"].items()):
+            raise RuntimeError(f"the exact grouping of {heads} heads is not the cheapest: {scores}")
+        yield Row(f"{heads} heads, all numbers of groups", 1e3 * times["ours"], 1e3 * times["brute"], "ms")
     yield _every_count(scale)
     yield from _many_heads(scale)
 
 
 def _every_count(scale: Scale) -> Row:
-    """As a measured curve asks for them: one number of groups after the other, of one site."""
+    """Group as for a measured curve: one number of groups after the other, of one site."""
     heads = scale.pick(6, 16)
     pairs = np.abs(np.random.default_rng(0).normal(size=(heads, heads)))
     counts = range(2, heads)
@@ -57,9 +57,9 @@ def _every_count(scale: Scale) -> Row:
 
     if not np.allclose(together(), apart()):
         raise RuntimeError("one programme for all counts and one for each do not find the same")
-    taken = medians({"ours": together, "apart": apart}, 1)
+    times = medians({"ours": together, "apart": apart}, 1)
     note = "rival: a separate programme for each"
-    return Row(f"{heads} heads, one count after the other", 1e3 * taken["ours"], 1e3 * taken["apart"], "ms", note)
+    return Row(f"{heads} heads, one count after the other", 1e3 * times["ours"], 1e3 * times["apart"], "ms", note)
 
 
 def _many_heads(scale: Scale) -> Iterator[Row]:
@@ -77,8 +77,8 @@ def _many_heads(scale: Scale) -> Iterator[Row]:
             problem = GroupingProblem(heads, heads // 4 or 1, objective=cost)
             merge_anneal(problem, np.random.default_rng(0), equal_sizes=False)
 
-        taken = medians({"ours": work}, 1)["ours"]
-        yield Row(f"{heads} {side} heads of {dim} into {heads // 4 or 1}", taken, None, "s", "at most 30 s, one core")
+        times = medians({"ours": work}, 1)["ours"]
+        yield Row(f"{heads} {side} heads of {dim} into {heads // 4 or 1}", times, None, "s", "at most 30 s, one core")
 
 
 def brute_force(pairs: np.ndarray) -> dict[int, float]:

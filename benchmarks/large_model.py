@@ -1,7 +1,7 @@
 """A model of the shape of Llama-2-7B with random weights: calibrated, converted to a quarter of its cache, decoding.
 
-What it takes on an accelerator: seconds, peak memory, and milliseconds per token at 4k and 32k tokens of context. On a
-CPU it runs in its smallest size only, to see that it works.
+Measures an accelerator: seconds, peak memory, and milliseconds per token at 4k and 32k tokens of context. On a CPU only
+the smallest size runs, to see that it works.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def large_model(scale: Scale) -> Iterator[Row]:
             "gqa": (grouped, (uniform,) * layers),
         }
         for length in scale.pick((32,), (4096, 32_768)):
-            arms = {arm: stepper(own, held, length, arm) for arm, (own, held) in models.items()}
-            taken = medians(arms, scale.pick(1, 5), scale.device, dict.fromkeys(arms, scale.pick(1, 8)))
+            arms = {arm: stepper(arm_model, cache, length, arm) for arm, (arm_model, cache) in models.items()}
+            times = medians(arms, scale.pick(1, 5), scale.device, dict.fromkeys(arms, scale.pick(1, 8)))
             for rival, words in RIVALS.items():
-                yield Row(f"{length} tokens, {words}", 1e3 * taken["ours"], 1e3 * taken[rival], "ms per token")
+                yield Row(f"{length} tokens, {words}", 1e3 * times["ours"], 1e3 * times[rival], "ms per token")
 
 
 def _measured(work: Callable[[], T], device: str) -> tuple[T, float, str]:
-    """What `work` returns, its seconds, and the device's peak memory in words."""
+    """Return the result of `work`, its seconds, and the device's peak memory in words."""
     if device != "cuda":
         started = time.perf_counter()
         return work(), time.perf_counter() - started, "no device"

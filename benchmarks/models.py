@@ -30,7 +30,7 @@ def llama(layers: int, shape: dict[str, int], *, kv_heads: int | None = None, **
 
 
 def random_model(config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
-    """A fresh model in evaluation mode. torch's own generator is left as it was."""
+    """Return a new model in evaluation mode, without changing torch's global generator."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -64,10 +64,10 @@ def planning(scale: Scale) -> Iterator[Row]:
     prepared = None
     for equal_sizes in (False,) if scale.wide else (False, True):
         kind = f"{heads} value heads of {dim} into {heads // 4} groups{' of one size' if equal_sizes else ''}"
-        quick, taken = timed(lambda equal_sizes=equal_sizes: by_ladder(layer, statistics, equal_sizes))
+        quick, seconds = timed(lambda equal_sizes=equal_sizes: by_ladder(layer, statistics, equal_sizes))
         if not equal_sizes:
             note = "keys and values apart, groups of any size, one core"
-            yield Row(f"a layer of {heads} heads of {dim}", keys + taken, None, "s", note)
+            yield Row(f"a layer of {heads} heads of {dim}", keys + seconds, None, "s", note)
         if prepared is None:
             prepared = timed(lambda: whole.cost((0, 1)))[1]
         problem = GroupingProblem(heads, heads // 4, objective=whole.afresh())
@@ -76,8 +76,8 @@ def planning(scale: Scale) -> Iterator[Row]:
                 problem, np.random.default_rng(0), equal_sizes=equal_sizes
             )
         )
-        yield Row(kind, taken, prepared + long, "s", once)
-        ours, rival = (-whole.score(found.partition) for found in (quick, slow))
+        yield Row(kind, seconds, prepared + long, "s", once)
+        ours, rival = (-whole.score(grouping.partition) for grouping in (quick, slow))
         yield Row(f"{kind}: exact cost", ours, rival, "squared error", "1 or more: no worse")
 
 
@@ -96,7 +96,7 @@ def of_keys(layer: LayerHeads, statistics: LayerStatistics) -> Grouping:
 
 
 def by_ladder(layer: LayerHeads, statistics: LayerStatistics, equal_sizes: bool) -> Grouping:
-    """As the objective `least_squares` makes it for wide layers, with as large a share of leading combinations."""
+    """Group as the objective `least_squares` does for wide layers, with the same share of leading combinations."""
     heads, _, width = layer.v.shape
     pooled = PooledValueCost(layer, statistics)
     leading = LeadingValueCost(pooled, statistics, min(LEADING, int(SHARE * width)))
@@ -117,17 +117,17 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float]:
 
 
 def made_layer(heads: int, dim: int, seed: int = 0) -> tuple[LayerHeads, LayerStatistics]:
-    """One layer of `heads` heads of `dim`, as wide as both make it; keys and queries are its values again."""
+    """Return one layer of `heads` heads of `dim`, as wide as both make it; keys and queries are its values again."""
     draw = torch.Generator().manual_seed(seed)
     width = heads * dim
     place = torch.arange(width)
     spectrum = (1.0 / (place + 8)).sqrt()  # of the inputs
-    own = (1.0 / (1 + place[:dim])).sqrt()[:, None]  # of a head's outputs
+    scale = (1.0 / (1 + place[:dim])).sqrt()[:, None]  # of a head's outputs
     bases = torch.randn(FAMILIES, dim, width, generator=draw)
     family = (torch.rand(heads, generator=draw).square() * FAMILIES).long()
     rows = SHARED**0.5 * bases[family] + (1 - SHARED) ** 0.5 * torch.randn(heads, dim, width, generator=draw)
     mixed = torch.linalg.qr(torch.randn(heads, dim, dim, generator=draw))[0]
-    v = mixed @ (own * rows) / width**0.5
+    v = mixed @ (scale * rows) / width**0.5
     o = torch.randn(heads, width, dim, generator=draw) / width**0.5
     moments = packed_moments(spectrum, heads, draw)
     statistics = LayerStatistics(1, torch.zeros(width + 1, 1), moments, torch.zeros(heads, 1, 1), torch.zeros(0))
@@ -166,13 +166,13 @@ def fit_decay(scale: Scale) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as cache:
             where: dict[str, Any] = {"model": EXAMPLES / name, "cache_dir": cache, "device": "cpu"}
             store = MemoryStore(Convert(ConvertOptions(recipe="headfold", kv_ratio=0.5, **where, **sizes)).request)
-            made = estimated_increases(store.context, whole, whole)
+            increases = estimated_increases(store.context, whole, whole)
             for steps in scale.pick([4], [60, 120, 240]):
                 foreseen = estimated_increases(store.context, steps, whole)
-                powers = FIT_DECAY + np.log(foreseen / made) / np.log(whole / steps)
+                powers = FIT_DECAY + np.log(foreseen / increases) / np.log(whole / steps)
                 note = f"power {np.median(powers):.2f} ({powers.min():.2f} to {powers.max():.2f})"
                 row = f"{name}: {whole} steps from {steps}"
-                yield Row(row, float(gmean(foreseen)), float(gmean(made)), "nats", note)
+                yield Row(row, float(gmean(foreseen)), float(gmean(increases)), "nats", note)
 
 
 def estimated_increases(context: PlanningContext, fit_steps: int, refined_steps: int) -> np.ndarray:

@@ -47,9 +47,9 @@ def without_small_heads(model: PreTrainedModel, count: int) -> PreTrainedModel:
     zero = torch.zeros(norms.numel(), dtype=torch.bool)
     zero[smallest] = True
     for module, heads, of_layer in zip(modules, layers, zero.view_as(norms), strict=True):
-        kept = ~of_layer[:, None, None]
+        mask = ~of_layer[:, None, None]
         with torch.no_grad():
-            family.write(module, heads.changed(SIDES, lambda rows, kept=kept: rows * kept))
+            family.write(module, heads.changed(SIDES, lambda rows, mask=mask: rows * mask))
     return pruned
 
 
@@ -93,7 +93,7 @@ def measured(model: str, alphas: Sequence[float], **sizes: Any) -> Iterator[Resu
 
 @benchmark("pruning", devices=("cpu",))
 def pruning(scale: Scale) -> Iterator[Row]:
-    """What shared heads and pruned ones lose on the demo checkpoint at equal parameters."""
+    """Compare the losses of shared heads and pruned ones on the demo checkpoint at equal parameters."""
     path = str(shipped("examples/stdlib-llama/config.json").parent)
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     for each in measured(path, scale.pick([0.3], [0.1, 0.2, 0.3, 0.4]), sequence_length=256, **sizes):
@@ -103,9 +103,9 @@ def pruning(scale: Scale) -> Iterator[Row]:
 def main(words: Sequence[str] | None = None) -> None:
     parser = model_parser(__doc__ or "", "of the heads, whose weights are saved")
     parser.set_defaults(shares="0.1,0.2,0.3,0.4")
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     print("| | saved of query, key and value weights | loss increase |\n|---|---|---|", flush=True)
-    for each in measured(given.model, shares_of(given), **sizes_of(given)):
+    for each in measured(arguments.model, shares_of(arguments), **sizes_of(arguments)):
         print(each, flush=True)
 
 

@@ -55,10 +55,10 @@ class Records:
     def read(cls, file: Path) -> Records:
         """Raises RecordsError for what is none of ours."""
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if found["format"] != FORMAT:
-                raise ValueError(f"format {found['format']}, expected {FORMAT}")
-            return cls(file, found["card"], found["parts"])
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record["format"] != FORMAT:
+                raise ValueError(f"format {record['format']}, expected {FORMAT}")
+            return cls(file, record["card"], record["parts"])
         except (ValueError, KeyError, TypeError) as error:
             raise RecordsError(f"{file} is no file of records ({error}); remove it, or name another") from None
 

@@ -24,14 +24,14 @@ def relaxations(scale: Scale) -> Iterator[Row]:
     batch = tokens(*scale.pick((2, 16), (8, 256))).to(scale.device)
     works = {"plain": training_step(random_model(llama(layers, DEMO), device=scale.device), batch)}
     works |= {part.name: relaxed_step(part, layers, batch) for part in RELAXATION_TRAINING}
-    taken = medians(works, scale.pick(1, 5), scale.device)
+    times = medians(works, scale.pick(1, 5), scale.device)
     for name in works:
         if name != "plain":
-            yield Row(name.replace("_", " "), taken[name], taken["plain"], "s per step")
+            yield Row(name.replace("_", " "), times[name], times["plain"], "s per step")
 
 
 def relaxed_step(part: Part, layers: int, batch: Tensor) -> Callable[[], None]:
-    """One step of AdamW half-way through the relaxation, penalty included."""
+    """Return one step of AdamW half-way through the relaxation, penalty included."""
     model = random_model(llama(layers, DEMO), device=str(batch.device))
     plan = _shared(layers) if "shares" in part.needs else decoupled_plan(layers, 8, 32)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a benchmark is, how times are taken, and how the results are shown and kept.
+"""Definition of a benchmark, its timing, and its results.
 
 A module of this package collects itself: `@benchmark("name")` on a function `f(scale: Scale) -> Iterable[Row]`. Ours
 and its rival always run in one process, turn by turn, so that a busy machine slows both; the median turn counts.
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scale:
-    """How large to measure. `quick`: the smallest size, to see that it runs; `wide`: layers of large models, where a
-    benchmark takes too long with them to do so every time; `device` "cpu" or "cuda"."""
+    """Size of the measurements. `quick`: the smallest size, to see that it runs; `wide`: layers of large models, where
+    a benchmark takes too long with them to do so every time; `device` "cpu" or "cuda"."""
 
     quick: bool = False
     device: str = "cpu"
@@ -44,9 +44,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: `ours` and `rival` in `unit`, less is better; `ratio` is rival / ours, above 1 ours is better.
+    """A comparison: `ours` and `rival` in `unit`, less is better; `ratio` is rival / ours, above 1 ours is better.
 
-    Without a rival the row only tells a number. Raises ValueError for what is not positive and finite.
+    Without a rival the row is only a number. Raises ValueError for values that are not positive and finite.
     """
 
     name: str
@@ -122,7 +122,7 @@ def medians(
                 work()
             if turn:
                 times[name].append((_now(device) - started) / count)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def _now(device: str) -> float:
@@ -178,10 +178,10 @@ def entry(results: Mapping[str, Iterable[Row]], command: str, device: str, load:
 
 def keep(text: str, log: Path = LOG) -> None:
     """Put an entry above the others. Raises ValueError if the log lacks the line that it goes below."""
-    held = log.read_text(encoding="utf-8")
-    if NEWEST not in held:
+    content = log.read_text(encoding="utf-8")
+    if NEWEST not in content:
         raise ValueError(f"{log} has no line {NEWEST!r}; put it above the newest entry")
-    log.write_text(held.replace(NEWEST, f"{NEWEST}\n\n{text.rstrip()}", 1), encoding="utf-8")
+    log.write_text(content.replace(NEWEST, f"{NEWEST}\n\n{text.rstrip()}", 1), encoding="utf-8")
 
 
 def as_json(results: Mapping[str, Iterable[Row]]) -> list[dict[str, Any]]:

@@ -68,8 +68,8 @@ class Factored:
         """Factor `[g d, D]` under the second moments `[D, D]` of its inputs."""
         energies, vectors = torch.linalg.eigh(moment.double())
         root = vectors * energies.clamp_min(0).sqrt()
-        left, values, _ = torch.linalg.svd(rows.double() @ root, full_matrices=False)
-        return cls(rows, left, values)
+        left_vectors, values, _ = torch.linalg.svd(rows.double() @ root, full_matrices=False)
+        return cls(rows, left_vectors, values)
 
     def of_rank(self, rank: int) -> Tensor:
         """Return the closest `[g d, D]` of this rank: the projection on the leading left singular vectors."""
@@ -123,8 +123,8 @@ def low_rank(
 ) -> PreTrainedModel:
     """Return a copy of a model with projections of these ranks."""
     family, geometry = family_of(model.config), geometry_of(model.config)
-    made = copy.deepcopy(model)
-    for layer, module in enumerate(family.attention_modules(made)):
+    changed = copy.deepcopy(model)
+    for layer, module in enumerate(family.attention_modules(changed)):
         heads: LayerHeads = family.read(module, geometry)
         for side in ("k", "v"):
             rows = [each.of_rank(ranks[layer, side, index]) for index, each in enumerate(factors[layer][side])]
@@ -132,12 +132,12 @@ def low_rank(
             heads = heads.changed((side,), lambda _, whole=whole: whole)
         with torch.no_grad():
             family.write(module, heads)
-    return made
+    return changed
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a changed model loses, nats per token.
+    """Loss increase of a changed model, nats per token.
 
     Attributes:
         name: Of the change.
@@ -201,13 +201,13 @@ def measured(model: str, shares: Sequence[float], ours: Sequence[str], **sizes: 
             for label, one in ((f"{each}, no fit", fitted.with_changes(refinement="none")), (each, fitted)):
                 if label == each and fitted.refinement == "none":
                     continue
-                made = conversion(store, label, one, budget_of(store, one, share))
-                yield result(label, made.heads, made.model)
+                changed = conversion(store, label, one, budget_of(store, one, share))
+                yield result(label, changed.heads, changed.model)
 
 
 @benchmark("rivals", devices=("cpu",))
 def rivals(scale: Scale) -> Iterator[Row]:
-    """What other ways to the same bytes lose on the demo checkpoint."""
+    """Measure the losses of other ways to the same bytes on the demo checkpoint."""
     path = str(shipped("examples/stdlib-llama/config.json").parent)
     sizes = {"calibration_tokens": scale.pick(1024, 8192), "eval_tokens": scale.pick(512, 8192)}
     ours = scale.pick(("least_squares",), OURS)
@@ -218,9 +218,9 @@ def rivals(scale: Scale) -> Iterator[Row]:
 def main(words: Sequence[str] | None = None) -> None:
     parser = model_parser(__doc__ or "", "of the bytes of its cache in 16 bits")
     parser.add_argument("--recipes", nargs="*", default=list(OURS))
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     print("| | bytes | loss increase |\n|---|---|---|", flush=True)
-    for each in measured(given.model, shares_of(given), given.recipes, **sizes_of(given)):
+    for each in measured(arguments.model, shares_of(arguments), arguments.recipes, **sizes_of(arguments)):
         print(each, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer what needs no model: `--help`, and what was typed wrong."""
+"""Start time of the command line for requests that need no model: `--help`, and typing errors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def start(scale: Scale) -> Iterator[Row]:
     """Answers that need no model: processor time of the process against that of a Python that does nothing."""
     commands = {"python": [sys.executable, "-c", "pass"]}
     commands |= {name: [*HEADFOLD, *arguments] for name, arguments in ANSWERS.items()}
-    taken = _process_seconds(commands, scale.pick(1, 9))
+    times = _process_seconds(commands, scale.pick(1, 9))
     for name in ANSWERS:
-        yield Row(name, 1e3 * taken[name], 1e3 * taken["python"], "ms", "a process from its start to its end")
+        yield Row(name, 1e3 * times[name], 1e3 * times["python"], "ms", "a process from its start to its end")
 
 
 def _process_seconds(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, float]:

@@ -31,19 +31,19 @@ def walk(scale: Scale) -> Iterator[Row]:
         site = _site(context, layers // 2)
         works = {name: _iterations(site, name) for name in ("layer", "model")}
         works["prepare"] = lambda site=site: AXES["objective"].get("layer")(site)
-        taken = medians(works, scale.pick(1, 3), repeat={"layer": scale.pick(2, 10)})
+        times = medians(works, scale.pick(1, 3), repeat={"layer": scale.pick(2, 10)})
         note = f"{sequences.numel()} tokens for both; keys of 8 heads into 4 groups; the first 40 iterations"
-        yield Row(f"iteration, {layers} layers", 1e3 * taken["layer"], 1e3 * taken["model"], "ms", note)
+        yield Row(f"iteration, {layers} layers", 1e3 * times["layer"], 1e3 * times["model"], "ms", note)
         note = "once for all iterations at a site; its rival is one evaluation of the model"
-        yield Row(f"preparing the score, {layers} layers", 1e3 * taken["prepare"], 1e3 * taken["model"], "ms", note)
+        yield Row(f"preparing the score, {layers} layers", 1e3 * times["prepare"], 1e3 * times["model"], "ms", note)
 
 
 def _site(context: PlanningContext, layer: int) -> Site:
     """The keys of one layer, with a random similarity to guide the walk."""
     heads = context.geometry.num_heads
-    given = np.random.default_rng(0).normal(size=(heads, heads))
+    vectors = np.random.default_rng(0).normal(size=(heads, heads))
     site = Site(
-        layer, ("key",), ("key",), context.units, context.heads[layer], context.geometry, similarity=given + given.T
+        layer, ("key",), ("key",), context.units, context.heads[layer], context.geometry, similarity=vectors + vectors.T
     )
     return replace(
         site,

@@ -34,8 +34,8 @@ SETTLED = 20  # jobs after which a worker's memory counts as settled
 
 @dataclass(frozen=True)
 class Times:
-    """Of one trial, in seconds from its start: when rung 0 was reported, its first step, its end. `handed`: when rung 0
-    was over, to its first step."""
+    """Times of one trial, in seconds from its start: when rung 0 was reported, its first step, its end. `handed`: from
+    the end of rung 0 to its first step."""
 
     first_step: float
     handed: float
@@ -93,9 +93,9 @@ def trials(context: TrialContext, count: int) -> list[Times]:
         tune_config=tune.TuneConfig(max_concurrent_trials=1, reuse_actors=True),
         run_config=tune.RunConfig(storage_path=f"{context.folder}/tune", verbose=0),
     )
-    found = tuner.fit()
-    if found.errors:
-        raise found.errors[0]
+    results = tuner.fit()
+    if results.errors:
+        raise results.errors[0]
     notes = sorted(Path(context.folder, "times").glob("*.json"), key=lambda note: read_json(note)["started"])
     return [_times(context, note.stem, **read_json(note)) for note in notes]
 
@@ -103,8 +103,8 @@ def trials(context: TrialContext, count: int) -> list[Times]:
 def _times(context: TrialContext, trial: str, started: float, ended: float) -> Times:
     reports = CheckpointStore(f"{context.folder}/train", trial).read()[1]
     first = reports[0]["first_step_at"] if reports else ended
-    own = Path(context.folder) / "trials" / trial / "facts.json"  # written when rung 0 is over
-    return Times(first - started, first - own.stat().st_mtime, ended - started)
+    facts = Path(context.folder) / "trials" / trial / "facts.json"  # written when rung 0 is over
+    return Times(first - started, first - facts.stat().st_mtime, ended - started)
 
 
 def memory(pid: int) -> float:
@@ -131,26 +131,26 @@ def worker_pool(scale: Scale) -> Iterator[Row]:
         root = Path(folder)
         context = demo_context(root / "plain", workers, (0, 1, 2))
         plain = trials(context, plain_trials)[-max(1, plain_trials - 1) :]
-        held: list[float] = []
+        reserved: list[float] = []
         with open_pool(str(root / "groups")) as pool:
             first = trials(replace(context, folder=str(root / "start"), pool=pool), 1)
             worker = worker_process()
             counts = [min(SETTLED, warm_trials - 1), warm_trials - 1 - min(SETTLED, warm_trials - 1)]
-            own: list[Times] = []
+            times: list[Times] = []
             for index, count in enumerate(c for c in counts if c):
-                own += trials(replace(context, folder=str(root / f"pool-{index}"), pool=pool), count)
-                held.append(memory(worker))
+                times += trials(replace(context, folder=str(root / f"pool-{index}"), pool=pool), count)
+                reserved.append(memory(worker))
         alone = trials(replace(context, folder=str(root / "rung0"), rungs=(0,)), scale.pick(2, 8))[1:]
 
     def median(of: list[Times], what: str) -> float:
         return statistics.median(getattr(time, what) for time in of)
 
-    about = f"demo, {workers} worker(s), ZeRO 1, medians of {len(own)} and {len(plain)} trials"
+    about = f"demo, {workers} worker(s), ZeRO 1, medians of {len(times)} and {len(plain)} trials"
     rival = median(plain, "first_step")
-    yield Row("start of a trial to its first step", median(own, "first_step"), rival, "s", about)
-    yield Row("end of rung 0 to the first step", median(own, "handed"), median(plain, "handed"), "s")
-    yield Row("whole trial, 2 steps", median(own, "end"), median(plain, "end"), "s")
+    yield Row("start of a trial to its first step", median(times, "first_step"), rival, "s", about)
+    yield Row("end of rung 0 to the first step", median(times, "handed"), median(plain, "handed"), "s")
+    yield Row("whole trial, 2 steps", median(times, "end"), median(plain, "end"), "s")
     yield Row("a trial that ends at rung 0, against a first step", median(alone, "end"), rival, "s")
     yield Row("the first trial of a group", first[0].first_step, rival, "s", "starts the group")
-    if len(held) > 1:
-        yield Row(f"memory of a worker after {len(own)} trials, against {SETTLED}", held[1], held[0], "MB")
+    if len(reserved) > 1:
+        yield Row(f"memory of a worker after {len(times)} trials, against {SETTLED}", reserved[1], reserved[0], "MB")

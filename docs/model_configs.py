@@ -111,7 +111,7 @@ def model_configs() -> dict[str, str]:
 
 
 def _notes(model: str, config: PretrainedConfig) -> list[str]:
-    """What `headfold convert` takes for the model, and what it costs."""
+    """Describe the resources of `headfold convert` for the model."""
     geometry = geometry_of(config)
     choice = choose_recipe(config, geometry)
     engines = ", ".join(ENGINE_NAMES[engine] for engine in choice.engines)

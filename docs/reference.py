@@ -36,7 +36,7 @@ LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at mos
 
 
 def schema() -> dict[str, Any]:
-    """What an editor is given: JSON Schema of a configuration file."""
+    """Return the JSON Schema of a configuration file, for editors."""
     made = SearchConfig.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_plain(made), "title": "Headfold search"}
 

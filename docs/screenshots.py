@@ -53,12 +53,12 @@ REPORTS = {
     "report-dark": (1600, 1000, "dark"),
 }
 COLUMNS, ROWS = 150, 34
-"""Of the terminal; of its lines the last are shown."""
+"""Lines of the terminal; the last ones are shown."""
 PROGRESS, TRIALS = r"trials: \d+ of \d+ rungs", r"Trials \("
 
 
 ROOT = Path(__file__).resolve().parents[1]
-"""Left out of paths on pictures: where this checkout lies is nobody's matter."""
+"""Left out of paths on pictures: the folder of this checkout is private."""
 SHORTEN = """root => {
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walk.nextNode(); node; node = walk.nextNode()) node.data = node.data.replaceAll(root, "");
@@ -69,7 +69,7 @@ SHORTEN = """root => {
 
 
 def shoot(browser: Browser, url: str, out: Path, width: int, height: int, scheme: str = "light") -> None:
-    """What a page shows on top."""
+    """Take a picture of the top of a page."""
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     page.goto(url)
     page.evaluate(SHORTEN, f"{ROOT}/")
@@ -180,7 +180,8 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def moments(log: str) -> dict[str, list[str]]:
-    """Lines of a search's terminal as it begins, as it goes on, and as it ends. Raises ValueError if it has not."""
+    """Lines of a search's terminal at its beginning, in the middle, and at its end. Raises ValueError if it has not
+    ended."""
     lines = log.splitlines()
     first = next((i for i, line in enumerate(lines) if re.match(PROGRESS, line)), None)
     last = next((i for i, line in enumerate(lines) if re.match(TRIALS, line)), None)

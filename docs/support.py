@@ -39,14 +39,14 @@ NAMES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "gpt_neox": [("GPT-NeoX (Pythia)", {})],
     "opt": [("OPT", {})],
 }
-"""What people call each family, and the settings of its published checkpoints that its class does not default to."""
+"""Usual names of each family, and the settings of its published checkpoints that its class does not default to."""
 
 ENGINES = {"vLLM": ("vllm",), "llama.cpp": ("gguf",), "transformers": ("transformers", "per_layer", "gqa", "phi")}
 HEAD = f"| | keys are fused by | one layer at a time | {' | '.join(ENGINES)} |\n|{'---|' * 6}\n"
 
 
 def plans(geometry: HeadGeometry) -> Iterator[tuple[str, AttentionPlan]]:
-    """From the most that an engine may hold to the least: what is said of it, and a plan that asks for it."""
+    """From the largest support of an engine to the least: its description, and a plan that needs it."""
     heads, layers = geometry.num_heads, geometry.num_layers
 
     def groups(count: int) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def held(config: Any, names: tuple[str, ...]) -> str:
 
 
 def row(config: Any) -> tuple[str, ...]:
-    """What is said of a family: how keys are fused, whether layer by layer, and what each engine holds."""
+    """Describe a family: how keys are fused, whether layer by layer, and what each engine supports."""
     geometry = geometry_of(config)
     check_windows(config)
     keys = _keys(geometry)
@@ -103,7 +103,7 @@ def table() -> str:
 
 
 def recipe_table() -> str:
-    """What `--recipe auto --for ENGINE` takes, a line for all families for which it takes the same."""
+    """The choices of `--recipe auto --for ENGINE`, one line for all families with the same ones."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for family in sorted(families(), key=list(NAMES).index):
         for name, settings in NAMES[family]:

@@ -21,17 +21,17 @@ def main() -> None:
     parser.add_argument("--kv-ratios", default="0.5,0.25")
     parser.add_argument("--text", default="stdlib", help="to calibrate and to measure on")
     parser.add_argument("--tokens", type=int, default=16_384)
-    given = parser.parse_args()
-    ratios = [float(ratio) for ratio in given.kv_ratios.split(",")]
+    arguments = parser.parse_args()
+    ratios = [float(ratio) for ratio in arguments.kv_ratios.split(",")]
     print(f"{'recipe':<16} {'bytes per token':>15} {'loss increase':>13}")
-    for recipe in given.recipes.split(","):
+    for recipe in arguments.recipes.split(","):
         options = ConvertOptions(
-            model=given.model,
+            model=arguments.model,
             recipe=recipe,
             kv_ratio=ratios,
-            calibration_data=given.text,  # a part of it is held out and measured on
-            calibration_tokens=given.tokens,
-            eval_tokens=given.tokens,
+            calibration_data=arguments.text,  # a part of it is held out and measured on
+            calibration_tokens=arguments.tokens,
+            eval_tokens=arguments.tokens,
             sequence_length=256,
         )
         record = Convert(options).run()

@@ -23,24 +23,24 @@ def main() -> None:
     parser.add_argument("checkpoint", help="folder of the exported checkpoint")
     parser.add_argument("--prompt", default="def read_lines(path):\n")
     parser.add_argument("--tokens", type=int, default=48)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype="auto").eval()
-    prompt = tokenizer(given.prompt, return_tensors="pt")
+    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype="auto").eval()
+    prompt = tokenizer(arguments.prompt, return_tensors="pt")
     cache = DynamicCache(config=model.config)
-    torch.manual_seed(0)  # generate() takes no generator of its own
+    torch.manual_seed(0)  # generate() takes no generator
     with torch.no_grad():
         # Since transformers 5.24 the cache is called so
         name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        sampling = {"max_new_tokens": given.tokens, "do_sample": True, "temperature": 0.6, "top_k": 20}
+        sampling = {"max_new_tokens": arguments.tokens, "do_sample": True, "temperature": 0.6, "top_k": 20}
         written = model.generate(**prompt, **sampling, **{name: cache})
-    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) * model.dtype.itemsize
+    cache_bytes = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) * model.dtype.itemsize
     positions = cache.get_seq_length()
     config = model.config
     print(f"{type(model).__module__}.{type(model).__name__}, Headfold not importable")
     print(f"{config.num_attention_heads} query heads, {config.num_key_value_heads} KV heads per layer")
-    print(f"KV cache: {held} bytes for {positions} tokens, {held // positions} per token")
+    print(f"KV cache: {cache_bytes} bytes for {positions} tokens, {cache_bytes // positions} per token")
     print(tokenizer.decode(written[0], skip_special_tokens=True))
 
 

@@ -65,8 +65,8 @@ def next_line(text: str, generator: np.random.Generator, others: list[str]) -> I
 
 def which_name(text: str, generator: np.random.Generator, _: list[str]) -> Item | None:
     """Which of the names that the text has used already comes next."""
-    found = list(NAME.finditer(text))
-    place = found[int(generator.integers(len(found)))]
+    names = list(NAME.finditer(text))
+    place = names[int(generator.integers(len(names)))]
     context = before(text, place.start())
     alike = {name for name in NAME.findall(context) if name not in COMMON and tokens(name) == tokens(place[0])}
     if place[0] not in alike or len(alike) < CHOICES or len(context) < CONTEXT // 2:
@@ -81,8 +81,8 @@ def tokens(name: str) -> int:
 
 def complete_name(text: str, generator: np.random.Generator, _: list[str]) -> Item | None:
     """The name that comes next, written out; the text has had the same two words with it before."""
-    found = list(re.finditer(r"(\w+)\W{0,2}[.(\[]([A-Za-z_]\w{3,})(?=[^\w])", text))
-    place = found[int(generator.integers(len(found)))] if found else None
+    names = list(re.finditer(r"(\w+)\W{0,2}[.(\[]([A-Za-z_]\w{3,})(?=[^\w])", text))
+    place = names[int(generator.integers(len(names)))] if names else None
     if place is None or place[2] in COMMON:
         return None
     context = before(text, place.start(2))
@@ -99,21 +99,21 @@ def shuffled(context: str, right: str, wrong: list[str], generator: np.random.Ge
 
 def items(make: Maker, texts: list[str], generator: np.random.Generator) -> Iterator[Item]:
     """ITEMS of them, from file after file, so that no file has many."""
-    lines, made = [lines_of(text) for text in texts], 0
-    while made < ITEMS:
+    lines, written = [lines_of(text) for text in texts], 0
+    while written < ITEMS:
         for index in generator.permutation(len(texts)).tolist():
-            others = [line for i, own in enumerate(lines) if i != index for line in own]
+            others = [line for i, lines_of_text in enumerate(lines) if i != index for line in lines_of_text]
             item = make(texts[index], generator, others)
-            if item is not None and made < ITEMS:
-                made += 1
+            if item is not None and written < ITEMS:
+                written += 1
                 yield item
 
 
 def main(folder: str) -> None:
     for make in (next_line, which_name, complete_name):
         generator = np.random.default_rng([SEED, *make.__name__.encode()])
-        made = [json.dumps(item, sort_keys=True) for item in items(make, sources(), generator)]
-        (Path(folder) / f"{make.__name__}.jsonl").write_text("\n".join(made) + "\n", encoding="utf-8")
+        records = [json.dumps(item, sort_keys=True) for item in items(make, sources(), generator)]
+        (Path(folder) / f"{make.__name__}.jsonl").write_text("\n".join(records) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -55,11 +55,11 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--documents", type=int, default=40, help="one in 20 of them is not calibrated on")
     parser.add_argument("--tokens", type=int, default=512, help="of each document")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(words)
-    with given.out.open("w", encoding="utf-8") as file:
-        for document in documents(given.model, given.documents, given.tokens, given.seed):
+    arguments = parser.parse_args(words)
+    with arguments.out.open("w", encoding="utf-8") as file:
+        for document in documents(arguments.model, arguments.documents, arguments.tokens, arguments.seed):
             file.write(json.dumps({"text": document}) + "\n")
-    print(f"sampled text in {given.out}")
+    print(f"sampled text in {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -89,17 +89,17 @@ def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     source: str,
-    given: argparse.Namespace,
+    arguments: argparse.Namespace,
     *,
     name: str,
     batch_size: int,
 ) -> None:
     """Train from scratch on a source of text; the checkpoint goes to `trained` in the folder that was named."""
-    out = given.out.resolve()
+    out = arguments.out.resolve()
     checkpoint.save(model, out / "untrained", tokenizer)
     cuts = (
-        TextCut(source, "train", given.tokens, LENGTH, given.seed),
-        TextCut(source, "eval", given.eval_tokens, LENGTH, given.seed),
+        TextCut(source, "train", arguments.tokens, LENGTH, arguments.seed),
+        TextCut(source, "eval", arguments.eval_tokens, LENGTH, arguments.seed),
     )
     train_set, eval_set = (str(token_set(cut, tokenizer, out / "data")) for cut in cuts)
     job = TrainJob(
@@ -109,17 +109,17 @@ def train(
         out_dir=str(out / "trained"),
         storage_path=str(out / "train"),
         run_name=name,
-        milestones=tuple(sorted({max(1, given.steps // 2), given.steps})),
+        milestones=tuple(sorted({max(1, arguments.steps // 2), arguments.steps})),
         settings=TrainSettings(
-            learning_rate=given.learning_rate,
+            learning_rate=arguments.learning_rate,
             weight_decay=0.1,
             batch_size=batch_size,
-            num_workers=given.workers,
-            seed=given.seed,
+            num_workers=arguments.workers,
+            seed=arguments.seed,
         ),
-        seed=given.seed,
+        seed=arguments.seed,
     )
-    print(f"training: {given.steps} steps of {batch_size} sequences of {LENGTH} tokens")
+    print(f"training: {arguments.steps} steps of {batch_size} sequences of {LENGTH} tokens")
     ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=False, logging_level=logging.ERROR)
     try:
         metrics = run_training(job)
@@ -138,11 +138,11 @@ def refuse_to_overwrite(out: Path) -> None:
 def main() -> None:
     parser = options(__doc__, steps=2000, tokens=8_000_000, learning_rate=2e-3)
     parser.add_argument("--source", default="stdlib", help="text to learn from, as in a search")
-    given = parser.parse_args()
-    refuse_to_overwrite(given.out)
-    print(f"tokenizer: learning {VOCABULARY} tokens from {given.source}")
-    tokenizer = make_tokenizer(given.source)
-    train(make_model(given.seed), tokenizer, given.source, given, name="train-demo", batch_size=32)
+    arguments = parser.parse_args()
+    refuse_to_overwrite(arguments.out)
+    print(f"tokenizer: learning {VOCABULARY} tokens from {arguments.source}")
+    tokenizer = make_tokenizer(arguments.source)
+    train(make_model(arguments.seed), tokenizer, arguments.source, arguments, name="train-demo", batch_size=32)
 
 
 if __name__ == "__main__":

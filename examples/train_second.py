@@ -3,10 +3,11 @@
     python examples/train_second.py --out runs/my-neox             # about a quarter of an hour on one core
     python examples/train_second.py --out /tmp/tiny --steps 2      # only to see it run
 
-What holds on one checkpoint may be luck. This one differs from `stdlib-llama` wherever a conversion could care: learned
-biases, fused and interleaved projections, rotary embedding on a quarter of each head, parallel attention and MLP, and
-English instead of code. The prose is what every installation has: Python's reference topics and the docstrings of its
-standard library and of the packages that this project needs. It is written to `prose.jsonl`, a source of text like any:
+A result on one checkpoint may be luck. This one differs from `stdlib-llama` wherever a conversion
+could depend on it: learned biases, fused and interleaved projections, rotary embedding on a quarter
+of each head, parallel attention and MLP, and English instead of code. The prose is part of every
+installation: Python's reference topics and the docstrings of its standard library and of the
+packages that this project needs. It is written to `prose.jsonl`, a source of text like any other:
 
     headfold convert --model runs/my-neox/trained --recipe headfold --kv-ratio 0.5,0.25 \\
         --data runs/my-neox/prose.jsonl --sequence-length 256
@@ -55,8 +56,8 @@ def documents(packages: tuple[str, ...] = PACKAGES) -> Iterator[str]:
         if spec is None or spec.origin is None:
             raise SystemExit(f"package {name} is not installed here; install it or leave it out with --packages")
         root = Path(spec.origin).parent
-        found = (f for f in root.rglob("*.py") if not NOT_LIBRARY.intersection(f.relative_to(root).parts))
-        files += sorted(found, key=lambda file: file.relative_to(root).as_posix())
+        paths = (f for f in root.rglob("*.py") if not NOT_LIBRARY.intersection(f.relative_to(root).parts))
+        files += sorted(paths, key=lambda file: file.relative_to(root).as_posix())
     seen: set[str] = set()
     for raw in (*topics.values(), *(text for file in files for text in docstrings(file))):
         text = without_code(raw)
@@ -84,23 +85,23 @@ def make_model(seed: int) -> GPTNeoXForCausalLM:
     return model
 
 
-def learn(model: PreTrainedModel, texts: Iterable[str], kind: str, given: Namespace, name: str) -> None:
+def learn(model: PreTrainedModel, texts: Iterable[str], kind: str, arguments: Namespace, name: str) -> None:
     """Write the texts to `KIND.jsonl` in the folder `given` by the command line; train a tokenizer and the model."""
-    refuse_to_overwrite(given.out)
-    given.out.mkdir(parents=True, exist_ok=True)
-    file = (given.out / f"{kind}.jsonl").resolve()
+    refuse_to_overwrite(arguments.out)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = (arguments.out / f"{kind}.jsonl").resolve()
     with file.open("w", encoding="utf-8") as stream:
         for text in texts:
             stream.write(json.dumps({"text": text}) + "\n")
     print(f"{kind}: {file.stat().st_size / 1e6:.1f} MB in {file}")
-    train(model, make_tokenizer(str(file)), str(file), given, name=name, batch_size=16)
+    train(model, make_tokenizer(str(file)), str(file), arguments, name=name, batch_size=16)
 
 
 def main() -> None:
     parser = options(__doc__, steps=600, tokens=2_400_000, learning_rate=4e-3)
     parser.add_argument("--packages", nargs="*", default=PACKAGES, help="whose docstrings are read")
-    given = parser.parse_args()
-    learn(make_model(given.seed), documents(tuple(given.packages)), "prose", given, "train-second")
+    arguments = parser.parse_args()
+    learn(make_model(arguments.seed), documents(tuple(arguments.packages)), "prose", arguments, "train-second")
 
 
 if __name__ == "__main__":

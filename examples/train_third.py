@@ -3,8 +3,9 @@
     python examples/train_third.py --out runs/my-qwen3             # about a quarter of an hour on one core
     python examples/train_third.py --out /tmp/tiny --steps 2       # only to see it run
 
-What people have is grouped-query attention with norms on queries and keys; to halve such a cache is another matter than
-to halve a multi-head one. The text is the prose of `train_second.py` and the standard library's code, in `mixed.jsonl`:
+Most current checkpoints have grouped-query attention with norms on queries and keys; halving such a
+cache differs from halving a multi-head one. The text is the prose of `train_second.py` and the
+standard library's code, in `mixed.jsonl`:
 
     headfold convert --model runs/my-qwen3/trained --recipe headfold --kv-ratio 0.5 \\
         --data runs/my-qwen3/mixed.jsonl --sequence-length 256
@@ -54,8 +55,8 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def main() -> None:
-    given = options(__doc__, steps=600, tokens=2_400_000, learning_rate=4e-3).parse_args()
-    learn(make_model(given.seed), texts(), "mixed", given, "train-third")
+    arguments = options(__doc__, steps=600, tokens=2_400_000, learning_rate=4e-3).parse_args()
+    learn(make_model(arguments.seed), texts(), "mixed", arguments, "train-third")
 
 
 if __name__ == "__main__":

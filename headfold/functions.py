@@ -166,7 +166,7 @@ def evaluate(
     tokenizer: Any = None,
     **options: Unpack[EvaluateArguments],
 ) -> EvaluationResult:
-    """Measure a model, beside its original if that is given.
+    """Measure a model, and compare it with its original if that is given.
 
     Args:
         model: What is measured.
@@ -177,7 +177,7 @@ def evaluate(
         **options: As those of `headfold evaluate`.
 
     Returns:
-        Held-out loss, perplexity and KL, KV bytes planned and measured, tokens a second.
+        Held-out loss, perplexity and KL, KV bytes planned and measured, tokens per second.
     """
     with contextlib.ExitStack() as stack:
         evaluate_options = EvaluateOptions(
@@ -205,7 +205,7 @@ def inspect(
 
     Args:
         model: What is looked at.
-        kv_ratio: Shares of its own KV cache (default: 0.5 and 0.25).
+        kv_ratio: Shares of the model's KV cache (default: 0.5 and 0.25).
         data: Text to calibrate on, and to measure on a part of it that is held out.
         eval_data: Another text to measure on.
         tokenizer: Of a model of transformers.

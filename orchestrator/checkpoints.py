@@ -296,7 +296,7 @@ def check_same_vocabulary(one: Checkpoint, model: Checkpoint, key: str) -> None:
 def check_same_tokens(tokenizer: Any, source: CheckpointSource, key: str, other: str) -> None:
     """Raise ConfigError if a checkpoint has a tokenizer with another vocabulary.
 
-    What is measured in the tokens of one says nothing about the other.
+    Measurements in the tokens of one cannot be compared with those of the other.
 
     Args:
         tokenizer: The one to compare with.

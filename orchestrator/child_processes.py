@@ -1,9 +1,9 @@
 """Programs that end with the process that has started them, however that ends.
 
-That is Ctrl-C, SIGTERM, a closed terminal, or SIGKILL, of which no handler runs. A supervisor
-stands between the two: a bare Python, which leads a process group of its own with the program in
-it. It reads from a pipe whose other end this process alone holds. When the pipe closes it ends the
-whole group.
+That is Ctrl-C, SIGTERM, a closed terminal, or SIGKILL, which no handler sees. A supervisor runs
+between the two: a bare Python, which leads a separate process group that contains the program. It
+reads from a pipe whose other end only this process has open. When the pipe closes it ends the whole
+group.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Child(subprocess.Popen[bytes]):
         """End the program with all that it has started.
 
         Returns:
-            Whether it needed SIGKILL, as one does that has not ended `patience` seconds after
-            SIGTERM.
+            Whether it needed SIGKILL, which is sent to a process that has not ended `patience`
+            seconds after SIGTERM.
         """
         if self.poll() is not None:
             return False

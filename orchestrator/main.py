@@ -50,7 +50,7 @@ GOES_ON = {
 def _version(requested: bool) -> None:
     """Print the version and end.
 
-    Of a checkout that is not installed it is that of pyproject.toml.
+    In a checkout that is not installed it is that of pyproject.toml.
     """
     if not requested:
         return
@@ -189,16 +189,16 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """
     collect_seldom()
     _quiet()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(app(args=given, prog_name="headfold", standalone_mode=False) or 0)
+        sys.exit(app(args=words, prog_name="headfold", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         _fail("interrupted", _INTERRUPTED)
     except Exception as error:
-        if not given and (show := getattr(error, "show", None)):  # the list of verbs
+        if not words and (show := getattr(error, "show", None)):  # the list of verbs
             show()
             sys.exit(_USER_ERROR)
-        if message := usage.usage_message(error, given) or usage.missing_package(error, given):
+        if message := usage.usage_message(error, words) or usage.missing_package(error, words):
             _fail(message, _USER_ERROR)
         if os.environ.get("HEADFOLD_TRACEBACK"):
             raise
@@ -213,8 +213,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def _mistake(error: Exception) -> bool:
     """Return whether our own code raised a ValueError.
 
-    That is how all packages report what a user can mend. One that comes from a library below is a
-    failure of ours.
+    All packages report errors that a user can correct in this way. An error that a library raises
+    is a bug of ours.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

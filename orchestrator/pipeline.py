@@ -85,12 +85,12 @@ def search(
 ) -> SearchOutcome:
     """Run a search from its configuration to its report.
 
-    Everything that a user can get wrong is checked before the first process of a trial starts;
-    raises ConfigError, DataError or TrackingError. A trial that fails does not end the search.
-    Interrupted by Ctrl-C, it keeps its state: run it again with `resume`, which goes on with the
-    newest search of the name, or with the one whose folder it names. `sync_from`: which to go on
-    with where the address of the storage and its working folder have both changed. `verbose`:
-    whether the estimate lists the parts of its memory.
+    All errors that a user can correct are found before the first process of a trial starts; raises
+    ConfigError, DataError or TrackingError. A trial that fails does not end the search. Interrupted
+    by Ctrl-C, it keeps its state: run it again with `resume`, which resumes the newest search of
+    the name, or the one whose folder it names. `sync_from`: which copy to resume from where the
+    address of the storage and its working folder have both changed. `verbose`: whether the estimate
+    lists the parts of its memory.
     """
     storage = storage_path(config.storage)
     if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
@@ -108,7 +108,7 @@ def search(
         if folder is not None and mirror is not None:
             mirror.fetch_search(folder.root.name, open_trials(folder, config))
         prepared = validate_search(config)
-        if folder is None:  # what has begun goes on as it was begun
+        if folder is None:  # a resumed search keeps its settings
             check_epochs(config)
             check_gpus(config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -149,10 +149,10 @@ def search(
 def _search_to_resume(
     config: SearchConfig, storage: Path, resume: bool | str
 ) -> SearchFolder | None:
-    """Return the search to go on with; None for a new one.
+    """Return the search to resume; None for a new one.
 
-    A job that is submitted again goes on with what it has begun: same name, same settings of the
-    trials, not ended.
+    A job that is submitted again resumes its own search: same name, same settings of the trials,
+    not ended.
 
     Raises:
         ConfigError: If another driver runs the search of that name, or if there is none to resume,
@@ -181,7 +181,7 @@ def _search_to_resume(
 
 
 def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
-    """Return what a job submitted to Ray goes on with; else print searches that have not ended."""
+    """Return the search that a resubmitted job resumes; else print those that have not ended."""
     unended = SearchFolder.unended(storage, config.name)
     newest = SearchFolder.newest(storage, config.name) if unended else None
     if newest is not None and newest in unended:
@@ -355,7 +355,7 @@ def _run_to_end(
                     file=sys.stderr,
                 )
             _save_run_id(folder, mlflow)
-        except OSError as error:  # a full disk, which is told already: let nothing hide that
+        except OSError as error:  # a full disk, already reported: do not hide that error
             print(f"the end of the search could not be written down: {error}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""What a grouping optimises.
+"""Costs that a grouping minimises.
 
 A score of whole partitions, which for a `GroupCost` is additive over their groups.
 
@@ -39,10 +39,10 @@ class GroupCost:
 
     Each group is computed once.
 
-    `many(list of members of one size) -> array` computes a batch at once. `remembered` groups are
-    kept at most, the latest; `priced` counts those computed. `programmes`: what exact grouping has
-    worked out, for the next number of groups. `kept`: where the prices of whole sizes are found and
-    left, if that is somewhere.
+    `many(list of members of one size) -> array` computes a batch at once. At most `remembered`
+    groups are cached, the latest; `priced` counts those computed. `programmes`: results of exact
+    grouping, reused for the next number of groups. `kept`: store of the prices of whole sizes, if
+    any.
 
     Args:
         effort: Multiply-adds to price one group of a size after `preparation`, where that is worth
@@ -110,9 +110,9 @@ class GroupCost:
             del self._known[next(iter(self._known))]
 
     def afresh(self) -> GroupCost:
-        """Return the same cost, with a count of its own of what is priced.
+        """Return the same cost with a separate count of priced groups.
 
-        How far a search gets must not depend on others.
+        The length of a search must not depend on other searches.
         """
         return GroupCost(
             self.cost,
@@ -143,7 +143,7 @@ class GroupCost:
 
         Subsets whose size is not in `sizes` are left at infinity.
 
-        Kept, so that a table of more sizes costs only those that are new.
+        Cached, so that a table of more sizes computes only the new ones.
         """
         sizes_wanted = np.zeros(num_heads + 1, dtype=bool)
         sizes_wanted[list(sizes if sizes is not None else range(1, num_heads + 1))] = True
@@ -231,5 +231,5 @@ def as_cost(cost: GroupCost | np.ndarray | Callable[[Members], float]) -> GroupC
 
 
 def exchanged(group: Members, out: int, new: int) -> Members:
-    """`group` with `new` in the place of `out`, ascending."""
+    """Return `group` with `new` instead of `out`, ascending."""
     return tuple(sorted(new if h == out else h for h in group))

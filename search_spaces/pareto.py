@@ -6,8 +6,8 @@ Legend: n points, m objectives; `values` [n, m], every entry finite. Point a dom
 nowhere larger and somewhere smaller.
 
 Points are kept in the order of NSGA-II (Deb 2002, sec. III): by rank; inside the rank that does not
-fit in whole by crowding distance (sec. III-B), or by an epsilon-net, the farthest point from those
-already taken coming next (Schmucker 2021, sec. 3.2). What the papers leave open: ties go to the
+fit in whole by crowding distance (sec. III-B), or by an epsilon-net, which adds the point farthest
+from those already chosen (Schmucker 2021, sec. 3.2). Where the papers are silent: ties go to the
 earlier point; the epsilon-net starts at the point that is smallest in the first objective;
 objectives are scaled to the range of the points of that rank.
 """
@@ -40,9 +40,9 @@ def ranks(values: Sequence[Sequence[float]]) -> list[int]:
         if previous is not None and tuple(values[i]) == tuple(values[previous]):
             levels[i] = levels[previous]
             continue
-        # Points come by a rising first objective, so that the last objective alone decides which
-        # ranks dominate this one: those whose lowest point so far is not above it. Lowest points
-        # increase with the rank.
+        # Points are sorted by the first objective, so that the last objective alone decides which
+        # ranks dominate this one: those whose lowest point is not above it. Lowest points increase
+        # with the rank.
         last = values[i][-1]
         rank = bisect.bisect_right(lowest, last)
         lowest[rank : rank + 1] = [last]
@@ -96,13 +96,13 @@ def epsilon_net(values: Sequence[Sequence[float]], count: int) -> list[int]:
     points = np.asarray(values, dtype=float)
     spread = np.ptp(points, axis=0)
     points = (points - points.min(0)) / np.where(spread > 0, spread, 1.0)
-    taken = [int(np.lexsort(points.T[::-1])[0])]
+    chosen = [int(np.lexsort(points.T[::-1])[0])]
     nearest = np.full(len(points), np.inf)
-    while len(taken) < min(count, len(points)):
-        nearest = np.minimum(nearest, np.linalg.norm(points - points[taken[-1]], axis=1))
-        nearest[taken] = -1.0
-        taken.append(int(nearest.argmax()))
-    return taken[:count]
+    while len(chosen) < min(count, len(points)):
+        nearest = np.minimum(nearest, np.linalg.norm(points - points[chosen[-1]], axis=1))
+        nearest[chosen] = -1.0
+        chosen.append(int(nearest.argmax()))
+    return chosen[:count]
 
 
 def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
@@ -117,14 +117,16 @@ def _net_of_few(values: Sequence[Sequence[float]], count: int) -> list[int]:
         [(x - low) / spread for x, (low, spread) in zip(point, columns, strict=True)]
         for point in values
     ]
-    left = sorted(range(len(points)), key=points.__getitem__)
-    taken = left[:1]
-    left = sorted(left[1:])
-    while left and len(taken) < count:
-        farthest = max(left, key=lambda i: min(math.dist(points[i], points[t]) for t in taken))
-        left.remove(farthest)
-        taken.append(farthest)
-    return taken[:count]
+    remaining = sorted(range(len(points)), key=points.__getitem__)
+    chosen = remaining[:1]
+    remaining = sorted(remaining[1:])
+    while remaining and len(chosen) < count:
+        farthest = max(
+            remaining, key=lambda i: min(math.dist(points[i], points[t]) for t in chosen)
+        )
+        remaining.remove(farthest)
+        chosen.append(farthest)
+    return chosen[:count]
 
 
 def select_best(values: Sequence[Sequence[float]], count: int, ties: str = "crowding") -> list[int]:

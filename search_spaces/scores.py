@@ -38,8 +38,8 @@ class LayerOutputScore:
     """Minus the relative squared error of one layer's attention output when heads are mean-pooled.
 
     0 is the original layer, -1 an error as large as the output. Partitions are over `units` (tuples
-    of query heads). The memory held is `inputs`, four times `[H, S, T, d]` and at most
-    `cache_bytes` of remembered groups (never fewer than those of one partition).
+    of query heads). In memory are `inputs`, four times `[H, S, T, d]` and at most `cache_bytes` of
+    cached groups (never fewer than those of one partition).
 
     Args:
         heads: Lifted heads of the layer.
@@ -68,8 +68,8 @@ class LayerOutputScore:
     @torch.no_grad()
     def __post_init__(self) -> None:
         self._q = self._rotated(self._project(self.heads.q, self.heads.q_bias), self.query_norm)
-        # Keys are kept before norm and rotation: the mean of weights is the mean of these, not of
-        # what follows.
+        # Keys are stored before norm and rotation: the mean of weights is the mean of these, not of
+        # later values.
         self._k = self._project(self.heads.k, self.heads.k_bias)
         self._v = self._project(self.heads.v, self.heads.v_bias)
         everything = list(range(self.heads.num_heads))
@@ -138,7 +138,7 @@ class LayerOutputScore:
         """
         values: list[float] = []
         for some in self._fitting(partitions):
-            self._make_known(
+            self._compute_missing(
                 dict.fromkeys(group for partition in some for group in partition if len(group) > 1)
             )
             values += [self._sum(partition) for partition in some]
@@ -172,7 +172,7 @@ class LayerOutputScore:
             self._energy, torch.finfo(torch.float64).tiny
         )
 
-    def _make_known(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def _compute_missing(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Compute the effects of these groups, forgetting the oldest others to make room."""
         missing: list[tuple[int, ...]] = []
         count = len(self._effects)
@@ -281,7 +281,7 @@ class ModelScore:
         return self._known[partition]
 
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
-        """One whole model after the other.
+        """Score one whole model after the other.
 
         They have nothing in common that could be computed once.
         """

@@ -25,7 +25,7 @@ SIDES = ("key", "value")
 
 @dataclass(frozen=True)
 class Site:
-    """What an objective part is handed. `heads` are lifted; `units[u]`: the query heads of unit u.
+    """The input of an objective part. `heads` are lifted; `units[u]`: the query heads of unit u.
 
     `sides` are the projections that the partition applies to, `by` those that the pair similarity
     and the group cost look at. Partitions are over units. `similarity` `[U, U]` if the recipe has

@@ -18,10 +18,10 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub name must fail at once, not after half a minute of retries
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# For every Ray of the process, since what its first Ray was started with holds for the later ones: a driver that still
-# wants tokens takes no call of a cluster without them, and the cluster ends the driver's actors.
+# For every Ray of the process, since the settings of its first Ray apply to later ones: a driver that still requires
+# tokens takes no call of a cluster without them, and the cluster ends the driver's actors.
 os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ.pop("MLFLOW_TRACKING_URI", None)  # no test writes into the store of whoever runs it
+os.environ.pop("MLFLOW_TRACKING_URI", None)  # no test writes into the user's store
 
 import emulated_device
 import pytest
@@ -175,8 +175,8 @@ PATIENT = ("heavy", "slow", "extended")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the quick tests where `-m` is about them, and put files with slow tests first, those that may take longest
-    before all: else the last runs beside an idle core."""
+    """Mark the quick tests where `-m` selects by them, and put files with slow tests first, the slowest before all:
+    otherwise the last ones run while a core is idle."""
     functions: set[tuple[Path, str]] = set()
     for item in items if "quick" in config.getoption("markexpr") else ():
         function = (item.path, item.nodeid.partition("[")[0])
@@ -196,7 +196,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _quick(item: pytest.Item) -> bool:
-    """Whether a test is neither marked as heavy, slow or extended nor of a property (a hundred examples), has no
+    """Whether a test is not marked as heavy, slow or extended and not of a property (a hundred examples), has no
     fixture of WEIGHTY, and names no module of OUTSIDE: neither itself, nor its fixtures, nor functions of the tests
     that these call."""
     if not isinstance(item, pytest.Function) or any(item.get_closest_marker(name) for name in PATIENT):
@@ -244,8 +244,8 @@ SHARED = {
 
 
 class ByFile(LoadFileScheduling):
-    """A file's tests on one of pytest-xdist's workers, and all files that share a Ray cluster and its training workers,
-    or whatever else is `SHARED`, on the same one: another worker would start half a dozen processes of its own."""
+    """Put a file's tests on one of pytest-xdist's workers, and all files that share a Ray cluster and its training
+    workers, or anything else that is `SHARED`, on the same one: another worker would start half a dozen processes."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
@@ -253,7 +253,7 @@ class ByFile(LoadFileScheduling):
         if any(
             script in text for script in ("from chaos import", "gpu_cloud.py", "two_kinds.py", "elastic_cluster.py")
         ):
-            return "clusters of their own"  # a Ray job takes any other head on the machine for its own
+            return "clusters of their own"  # a Ray job connects to any other head on the machine
         return next((name for name, words in SHARED.items() if any(word in text for word in words)), file)
 
 
@@ -268,7 +268,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 @pytest.fixture(scope="session", autouse=True)
 def _two_cores() -> None:
-    """Tests run beside each other and beside Ray workers: one thread each is faster than all fighting."""
+    """Tests run in parallel with each other and with Ray workers: one thread each is faster than competing ones."""
     torch.set_num_threads(1)
 
 
@@ -276,7 +276,7 @@ def _two_cores() -> None:
 def fgpu() -> Iterator[torch.device]:
     """An emulated GPU, for the time of the test: what CUDA refuses raises on it (`emulated_device.py`).
 
-    With HEADFOLD_TEST_DEVICE=cuda in the environment, the first GPU of this machine in its place.
+    With HEADFOLD_TEST_DEVICE=cuda in the environment, the first GPU of this machine instead.
     """
     if os.environ.get("HEADFOLD_TEST_DEVICE") == "cuda":
         yield torch.device("cuda:0")
@@ -311,8 +311,8 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the demo checkpoint with a tokenizer of a chat model: a token of its own begins every text, and a
-    template writes conversations, that token included."""
+    """Folder of the demo checkpoint with a tokenizer of a chat model: a special token begins every text, and a template
+    writes conversations, that token included."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     folder.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors"):
@@ -396,7 +396,7 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 def tiny_job(tiny_model: Callable[..., PreTrainedModel]) -> Callable[..., TrainJob]:
     """`tiny_job(folder, plan, train, held_out, settings, **fields)`: a job for a converted tiny Llama.
 
-    Its untouched original is the teacher; `train` and `held_out` are sequences of tokens. Everything lies in `folder`.
+    Its untouched original is the teacher; `train` and `held_out` are sequences of tokens. All files are in `folder`.
     """
 
     def make(
@@ -437,8 +437,8 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ray_cluster() -> Iterator[None]:
     """A real Ray of two logical CPUs on this machine, for the session. Its address is the process's default.
 
-    The dashboard is on because Ray Train's cleaner asks it what a stopped trial left behind; without it placement
-    groups stay and later trials wait for ever. The intervals are short because the tests' trainings are.
+    The dashboard is on because Ray Train's cleaner requests the leftovers of a stopped trial from it; without it
+    placement groups stay and later trials wait for ever. The intervals are short because the tests' trainings are.
     """
     import ray
 
@@ -448,7 +448,7 @@ def ray_cluster() -> Iterator[None]:
     settings = {
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
-        "RAY_worker_niceness": "0",  # 15 by default: beside other tests its workers would starve
+        "RAY_worker_niceness": "0",  # 15 by default: its workers would starve while other tests run
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -484,7 +484,7 @@ def on_both(on_all: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def on_group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Any]]:
     """`on_group(job)`: `run_training(job)` by Ray Train workers that stay, so that only the first of many jobs waits
-    for processes. Jobs of 0.4 CPUs a worker leave room for groups of one and of two, and for a run of its own."""
+    for processes. Jobs of 0.4 CPUs per worker leave room for groups of one and of two, and for a separate run."""
     from orchestrator.cluster.pool_client import open_pool, train_on_pool
 
     with open_pool(str(tmp_path_factory.mktemp("groups")), idle_seconds=120) as pool:

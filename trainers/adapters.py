@@ -40,7 +40,7 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
     weight while training and all of them once it is merged.
 
     Raises:
-        ValueError: If none is left, or for a projection of a kind whose adapter could not be
+        ValueError: If there is no such projection, or one of a kind whose adapter could not be
             merged.
     """
     attention = {id(module) for module in family_of(model.config).attention_modules(model)}
@@ -75,7 +75,7 @@ class Adapters:
     """The adapters of a model.
 
     Attributes:
-        transposed: By projection, whether its weight is kept as `[in, out]` (GPT-2).
+        transposed: By projection, whether its weight is stored as `[in, out]` (GPT-2).
     """
 
     scaling: float

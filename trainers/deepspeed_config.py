@@ -13,9 +13,7 @@ import torch
 
 from trainers.settings import TrainSettings
 
-ADAM_BYTES = (
-    12  # of each trained parameter besides weight and gradient: a float32 copy and two moments
-)
+ADAM_BYTES = 12  # per trained parameter: a float32 copy and two moments
 LAYOUT = "layout.json"
 """File of a training checkpoint: what its other files depend on (`layout_of`)."""
 DECAY = "weight_decay_of"  # in a layout: the parameters that decay, where they are a group apart
@@ -28,15 +26,15 @@ WRITTEN = {
     "optimizer": (),
     "data_types": (),
 }  # fmt: skip
-"""What changes the files of a training checkpoint: whole sections (), or these keys of one."""
+"""Settings that change the files of a training checkpoint: whole sections (), or these keys."""
 
 
 def config_of(settings: TrainSettings) -> dict[str, Any]:
     """Return the whole configuration that DeepSpeed is given.
 
-    Adam is torch's, since DeepSpeed would compile its own, and fused on a GPU; there it is
-    DeepSpeed's own where the optimiser lies in CPU memory or NVMe, or where
-    `optimizer.params.torch_adam` is false.
+    Adam is torch's, since DeepSpeed would compile its own, and fused on a GPU; there DeepSpeed's is
+    used where the optimiser is in CPU memory or NVMe, or where `optimizer.params.torch_adam` is
+    false.
     """
     on_gpu = settings.device == "auto" and torch.cuda.is_available()
     compiled = _offloads(settings) and on_gpu
@@ -54,7 +52,7 @@ def config_of(settings: TrainSettings) -> dict[str, Any]:
         "zero_optimization": {"stage": settings.zero_stage},
         "bf16": {"enabled": settings.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": optimizer},
-        # Else torch's Adam is refused where the optimiser lies in CPU memory.
+        # Otherwise torch's Adam is refused where the optimiser is in CPU memory.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
@@ -81,8 +79,8 @@ def sums_in_float32(settings: TrainSettings) -> bool:
 def layout_of(settings: TrainSettings) -> dict[str, Any]:
     """Return what the files of a training checkpoint depend on, but for the number of workers.
 
-    That can be changed (`trainers.resharding`): only a checkpoint of the same layout can be resumed
-    from.
+    This can be changed (`trainers.resharding`): a training can be resumed only from a checkpoint of
+    the same layout.
     """
     layout: dict[str, Any] = {"zero_stage": settings.zero_stage, "dtype": settings.dtype}
     if settings.weight_decay:
@@ -118,7 +116,7 @@ def _written_by(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _is_torch_adam_as_it_is(settings: TrainSettings) -> bool:
-    """Whether `train.deepspeed` leaves open by which of torch's kernels Adam steps."""
+    """Whether `train.deepspeed` does not choose which of torch's kernels Adam uses."""
     params: Any = settings.deepspeed.get("optimizer", {})
     params = params.get("params", {})
     return params.get("torch_adam", True) and "foreach" not in params
@@ -130,7 +128,7 @@ def _offloads(settings: TrainSettings) -> bool:
 
 
 def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `overrides` in its place, section by section."""
+    """Return `base` updated with `overrides`, section by section."""
     result = dict(base)
     for key, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

@@ -23,19 +23,19 @@ from trainers.settings import TrainSettings
 
 TAG = "engine"
 SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the settings'
-_OWN = (SCALE, "weight_decay")  # what a group has of its own
+_OWN = (SCALE, "weight_decay")  # settings specific to a group
 
 
 class TrainEngine:
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
-    `total_steps` fixes the learning-rate schedule; step 0 lies at `schedule_offset` of it, for a
-    training that is one part of a longer one (below 0: the schedule begins later, with what `load`
-    goes on from). Parameters in `groups` have rates of their own on the same schedule. What
-    `settings.tuning` leaves out is frozen here; with LoRA the model is given its adapters. Without
-    a process group, as in a notebook, a group of one is made. `decay_everything`: as trainings
-    began before weight decay left vectors and embeddings alone, to go on from one of their
-    checkpoints.
+    `total_steps` fixes the learning-rate schedule; step 0 is at `schedule_offset` of it, for a
+    training that is one part of a longer one (below 0: the schedule begins later, with the state
+    that `load` resumes from). Parameters in `groups` have separate rates on the same schedule.
+    Parameters that `settings.tuning` excludes are frozen here; with LoRA the model is given its
+    adapters. Without a process group, as in a notebook, a group of one is made. `decay_everything`:
+    as older trainings, before vectors and embeddings were excluded from weight decay, to resume
+    from one of their checkpoints.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TrainEngine:
 
     @property
     def gradient_norm(self) -> float | None:
-        """Of the last step, over all workers, before clipping; None before the first."""
+        """The gradient norm of the last step, over all workers, before clipping; None before it."""
         norm = self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
@@ -118,8 +118,8 @@ class TrainEngine:
 
         The loss before it, the mean over all B rows.
 
-        Where W does not divide B some workers have a row more than others: each counts by its rows.
-        When the loss is not finite the weights are left as they were.
+        Where W does not divide B some workers have one row more than others: each counts by its
+        rows. When the loss is not finite the weights are not changed.
         """
         rank = dist.get_rank()
         torch.manual_seed(_step_seed(self.settings.seed, self.steps_done, rank))
@@ -150,7 +150,7 @@ class TrainEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of what `save` writes, all workers together."""
+        """The bytes that `save` writes, of all workers together."""
         element = 2 if self.settings.dtype == "bfloat16" else 4
         trained = sum(
             getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad
@@ -160,8 +160,8 @@ class TrainEngine:
     def save(self, folder: str | Path, client_state: dict[str, Any] | None = None) -> None:
         """Save weights, optimiser state, position and `client_state`, each worker its own share.
 
-        `client_state` is plain values. What `settings.tuning` freezes is left out: `load` is for an
-        engine of the same model.
+        `client_state` is plain values. Parameters frozen by `settings.tuning` are left out: `load`
+        is for an engine of the same model.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

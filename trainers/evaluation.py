@@ -1,4 +1,4 @@
-"""What a model is worth: held-out loss, distance to the original model, bytes in the cache, speed.
+"""Measure a model: held-out loss, distance to the original model, bytes in the cache, speed.
 
 Legend: N sequences, T tokens per sequence, V vocabulary.
 """
@@ -51,7 +51,7 @@ class Evaluation:
 
     @property
     def noted(self) -> dict[str, list[str]]:
-        """What a record takes over of the notes: nothing where there are none."""
+        """The fields of the notes that a record includes: none where there are none."""
         return {"notes": list(self.notes)} if self.notes else {}
 
     def compared(self, original: Evaluation) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Evaluation:
 
 
 def perplexity(loss: float) -> float:
-    """Of a loss in nats per token; infinite where it is more than a float holds."""
+    """Return the perplexity of a loss in nats per token; infinite where it exceeds a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -113,7 +113,7 @@ def evaluate(
     T - 1 predictions each, summed in float64 and divided once at the end. `model` may be a
     `CachedTeacher`, which then knows these sequences.
 
-    Of each batch the teacher's hidden states are computed, then the model's, then the logits of
+    For each batch the teacher's hidden states are computed, then the model's, then the logits of
     both for a part of the positions at a time (`attention.modeling.predictions`).
 
     With several workers each scores the rows of its rank, in equally many forward passes (in which
@@ -156,13 +156,13 @@ def evaluate(
 
 
 TEACHER_BYTES = 256 * 2**20
-"""Of hidden states that a `CachedTeacher` keeps."""
+"""Return the bytes of hidden states that a `CachedTeacher` stores."""
 
 
 class CachedTeacher:
     """A teacher that sees each batch once.
 
-    The hidden states that enter its head, `[B, T, D]`, are kept, up to `most` bytes, for the next
+    The hidden states that enter its head, `[B, T, D]`, are cached, up to `most` bytes, for the next
     model that is compared with it on the same sequences.
     """
 
@@ -273,7 +273,7 @@ class PredictionCosts:
 
     def __call__(self, logits: Tensor, labels: Tensor, reference: Tensor | None) -> Tensor:
         losses = prediction_losses(logits, labels)
-        self._losses.append(losses)  # where they are: a GPU is waited for once a batch
+        self._losses.append(losses)  # on the device: waits for a GPU only once per batch
         loss = losses.mean()
         divergence = torch.zeros_like(loss) if reference is None else kl(logits, reference).double()
         return torch.stack([loss, divergence, torch.ones_like(loss)])

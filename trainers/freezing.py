@@ -13,7 +13,8 @@ from attention.modeling.composition import compositions
 from attention.modeling.shared_weights import SharedProjection
 
 _PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
-"""What makes keys and values in the families, with the queries where a family fuses them."""
+"""The projections of keys and values in the families, with the queries where a family fuses
+them."""
 
 
 def freeze_all_but_keys_and_values(model: PreTrainedModel) -> None:

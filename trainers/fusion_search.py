@@ -1,4 +1,4 @@
-"""How far apart DHA's mixes of heads come to lie under the language-model loss alone.
+"""Measure how far DHA's mixes of heads diverge under the language-model loss alone.
 
 The search phase (sec. 4.3 and App. B.2) groups heads by these distances. The paper begins every
 fusion process, of 2x, 4x and 8x, with such steps and groups anew. **Decided here:** the final
@@ -97,7 +97,7 @@ def _lagrangian(
 def _distances(
     relaxation: Lagrangian, settings: TrainSettings, steps: int, stream: Callable[[], BatchStream]
 ) -> dict[str, list[Tensor | None]]:
-    """Those of "key" and "value" in every layer after some steps.
+    """Return the distances of "key" and "value" in every layer after some steps.
 
     `stream` is called when there is a process group.
     """
@@ -158,7 +158,7 @@ def paired_plan(
 
 def _within(distance: Tensor | None, group: Sequence[int]) -> HeadGroups:
     """Return the stored heads of one final group in pairs."""
-    if distance is None or len(group) < 3:  # nothing to fuse, or nothing to choose
+    if distance is None or len(group) < 3:  # only one result is possible
         return (tuple(group),)
     inside = distance[list(group)][:, list(group)].tolist()
     return tuple(tuple(group[i] for i in pair) for pair in pairs(inside))
@@ -189,7 +189,7 @@ def pairs(distance: Sequence[Sequence[float]]) -> HeadGroups:
             (first, *rest) = paired[a]
             other = paired[b]
             for turned in (other, other[::-1]):
-                # The first head of a with one of b, what is left of both together
+                # The first head of a with one of b, then the remaining heads of both together
                 new = tuple(sorted((first, turned[0]))), tuple(sorted((*rest, *turned[1:])))
                 if new[1] and total(new) < total((paired[a], paired[b])) - 1e-12:
                     paired[a], paired[b] = new

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainers.text.data import BatchStream
 
 LossFunction = Callable[[Any, Tensor], Tensor]
-"""`loss_fn(model, batch [B, T]) -> scalar`, the mean over the batch in nats a token."""
+"""`loss_fn(model, batch [B, T]) -> scalar`, the mean over the batch in nats per token."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -20,7 +20,7 @@ class TrainingDiverged(RuntimeError):
 
 
 class Stepper(Protocol):
-    """What the loop needs of an engine.
+    """The interface of an engine for the loop.
 
     One optimiser step, returning the loss averaged over all workers.
     """
@@ -34,8 +34,8 @@ class ParameterGroup:
 
     Attributes:
         learning_rate: Peak; None: the model's.
-        shrink: The share of a parameter that each step takes away at the peak, beside what Adam's
-            step does and whatever the learning rate (decoupled weight decay, Loshchilov 2019, of
+        shrink: The share of a parameter that each step subtracts at the peak, in addition to Adam's
+            step and independent of the learning rate (decoupled weight decay, Loshchilov 2019, of
             shrink / learning rate).
     """
 
@@ -76,8 +76,8 @@ def train_model(
 
     `on_step(step, loss)` after each; `on_milestone(step, mean loss since the last milestone)` after
     those in `milestones`. Steps count from the beginning of the whole training, so a resumed run
-    passes what is done as `start_step`, and as `losses`, which is kept up to date, those since the
-    last milestone. `until`, asked after each step, may end the training early.
+    passes the completed steps as `start_step`, and as `losses`, which is updated, those since the
+    last milestone. `until`, called after each step, may end the training early.
 
     Returns:
         The last step done.

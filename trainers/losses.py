@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 DISTILLATIONS = ("none", "kl", "kl_bild")
-_NOTHING = -50.0  # logarithm of a probability that adds nothing, in the place of -inf
+_NOTHING = -50.0  # logarithm of a probability that adds nothing, instead of -inf
 
 
 def bild(student: Tensor, teacher: Tensor, k: int = 16) -> Tensor:
@@ -75,7 +75,7 @@ def stored_kl(student: Tensor, stored: Tensor) -> Tensor:
     Args:
         student: Logits `[P, V]`.
         stored: `[P, 2 k + 1]`: the k largest log-probabilities of the teacher, their tokens, and
-            the logarithm of what is left (`trainers.jobs.teacher_logits`).
+            the logarithm of the remaining probability (`trainers.jobs.teacher_logits`).
     """
     k = (stored.shape[-1] - 1) // 2
     largest, indices, rest = stored.split([k, k, 1], dim=-1)
@@ -99,17 +99,17 @@ def objective(
     stored: Callable[[Tensor], Final] | None = None,
     answers: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return the training loss as the loop wants it, `f(model, batch [B, T]) -> scalar`.
+    """Return the training loss as a function for the loop, `f(model, batch [B, T]) -> scalar`.
 
     "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on
-    the same predictions. "kl_bild": KL + BiLD in the place of KL (Jin 2024, Eq. 30; its k is
-    `bild`'s default, its weight 1). Of a teacher only the hidden states are computed before the
-    model runs (`attention.modeling.predictions`).
+    the same predictions. "kl_bild": KL + BiLD instead of KL (Jin 2024, Eq. 30; its k is `bild`'s
+    default, its weight 1). Of a teacher only the hidden states are computed before the model runs
+    (`attention.modeling.predictions`).
 
     Args:
         positions: Of the tokens of a batch, where documents are kept apart
             (`trainers.text.documents`); both models are given them.
-        stored: Predictions of the teacher that were kept, in its place (`stored_kl`).
+        stored: Stored predictions of the teacher, which replace it (`stored_kl`).
         answers: Which tokens of a batch are counted, where not all are (`trainers.text.answers`).
     """
     if distillation not in DISTILLATIONS:

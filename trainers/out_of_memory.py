@@ -18,7 +18,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def free_memory() -> None:
-    """Free what a failed attempt held. Its exception must be gone: it refers to the tensors."""
+    """Free the memory of a failed attempt. Its exception must be gone: it refers to the tensors."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

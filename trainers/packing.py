@@ -1,4 +1,4 @@
-"""What the settings of a training ask of its text, checked before anything is tokenised."""
+"""Requirements of a training on its text, checked before anything is tokenised."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The polish of a conversion: a few tens of steps towards the original model's predictions.
 
-The loss is KL(original ‖ converted) on calibration text, in this process, on whatever device the
-two models are on.
+The loss is KL(original ‖ converted) on calibration text, in this process, on the device of the two
+models.
 
-Legend: B sequences a step, T tokens per sequence.
+Legend: B sequences per step, T tokens per sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream
 
 PolishWeights = Literal["all", "kv"]
-"""What a polish trains: all weights, or the projections of keys and values alone."""
+"""The weights that a polish trains: all, or the projections of keys and values alone."""
 POLISH_TOKENS = 2048
 """Tokens of a step, about: whole sequences, one at least."""
 RATES: dict[str, float] = {"all": 1e-4, "kv": 3e-4}
@@ -35,7 +35,7 @@ RATES: dict[str, float] = {"all": 1e-4, "kv": 3e-4}
 
 @dataclass(frozen=True)
 class PolishWork:
-    """What a polish did.
+    """The result of a polish.
 
     Attributes:
         steps: Optimizer steps.
@@ -58,7 +58,7 @@ class PolishWork:
 
 
 def polish_rows(length: int, sequences: int) -> int:
-    """Return how many of `sequences` of `length` tokens a step takes."""
+    """Return how many of `sequences` of `length` tokens each step uses."""
     return min(sequences, max(1, POLISH_TOKENS // length))
 
 
@@ -73,7 +73,7 @@ def polish(
 ) -> PolishWork:
     """Train a converted model in place towards the original's predictions.
 
-    Weights that are trained get memory of their own, so that the original keeps what it has.
+    Weights that are trained get new memory, so that the original is not changed.
 
     Args:
         original: The model to come close to.
@@ -116,7 +116,7 @@ def polish(
                     on_step=on_step,
                 )
         work = TokenWork.of(converted, sequences.shape[1], recomputed=True).hardware
-        beside = TokenWork.of(converted, sequences.shape[1], teacher=original.model)
+        with_teacher = TokenWork.of(converted, sequences.shape[1], teacher=original.model)
     finally:
         converted.eval()
         converted.activation_checkpointing_disable()
@@ -126,7 +126,7 @@ def polish(
     return PolishWork(
         steps=steps,
         tokens=tokens,
-        flops=work * tokens + (beside.hardware - beside.model) * seen,
+        flops=work * tokens + (with_teacher.hardware - with_teacher.model) * seen,
         weights=weights,
         learning_rate=settings.learning_rate,
         first_loss=losses[0],
@@ -142,7 +142,7 @@ def _divergence(original: CachedTeacher) -> LossFunction:
         return kl(logits, guide)
 
     def loss(model: Any, batch: Tensor) -> Tensor:
-        # A sequence at a time, so that one which comes again is known in whatever batch
+        # One sequence at a time, so that a repeated one is recognised in any batch
         with torch.no_grad():
             finals = [original(row) for row in batch.split(1)]
         states = torch.cat([each.states for each in finals])

@@ -1,6 +1,6 @@
-"""How decoder layers are run in training.
+"""Ways to run decoder layers in training.
 
-Which inner values are kept for the way back and which are made again, and compiled layers.
+Which inner values are stored for the backward pass and which are recomputed, and compiled layers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def recompute(model: Any, settings: TrainSettings) -> None:
 def compile_layers(model: PreTrainedModel) -> None:
     """Have each decoder layer run compiled; names of weights stay as they are.
 
-    Layers share their code, and each may need a form of its own (its maps, its window), in training
-    and in evaluation: the compiler's limit of forms is raised to as many.
+    Layers share their code, and each may need a separate compiled form (for its maps, its window),
+    in training and in evaluation: the compiler's limit of forms is raised accordingly.
     """
     import torch._dynamo.config  # here, and not above: it takes a second, and few compile
 

@@ -1,7 +1,7 @@
 """The relaxation stage of a training job: relax, train with the one loop, collapse, save.
 
-Runs inside the workers. All that it leaves lies beside the job's `out_dir`, each step of it written
-before the next begins, so that a killed worker goes on from the last training checkpoint.
+Runs inside the workers. All its files are next to the job's `out_dir`; those of each step are
+written before the next begins, so that a killed worker resumes from the last training checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HISTORY_POINTS = 40  # entries of the history of a stage, about; its last step i
 
 @dataclass(frozen=True)
 class Relaxed:
-    """What a relaxation stage came to.
+    """The result of a relaxation stage.
 
     `model_dir` the collapsed checkpoint, `loss` its held-out loss before any recovery, `steps` and
     `tokens` over all stages, `position` that of the data stream, `seconds` of work, `history` what
@@ -62,7 +62,7 @@ class Relaxed:
 
 
 def relax(job: TrainJob, link: Link) -> Relaxed:
-    """Carry out the job's relaxation, or what is left of it. All workers call it together."""
+    """Run the job's relaxation, or the remaining part. All workers call it together."""
     if (spec := job.relaxation) is None:
         raise ValueError("expected a job with a relaxation, got None")
     root = Path(f"{job.out_dir}.relaxed")
@@ -193,7 +193,7 @@ class _Stage(WorkerShare):
         return self.spec.install(self.load(self.model_dir), self.index, self.job.seed, self.plan)
 
     def _collapse(self, weights: dict[str, Any]) -> None:
-        if self.rank == 0:  # which alone has whole weights
+        if self.rank == 0:  # only rank 0 has whole weights
             whole = self._install()
             source = self.model_dir
             whole.model.load_state_dict(weights)
@@ -204,7 +204,7 @@ class _Stage(WorkerShare):
         dist.barrier()
 
     def _regrouped(self) -> AttentionPlan | None:
-        """Return the plan of a stage that is grouped anew, found once and kept beside the stage.
+        """Return the plan of a stage that is grouped anew, made once and stored with the stage.
 
         None: the spec's.
         """
@@ -248,7 +248,7 @@ class _Stage(WorkerShare):
 
 def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:
     """Clear what a different job may have left in `root`, and mark it as this job's."""
-    # May be lowered on the way.
+    # May be lowered later.
     settings = job.relaxation_settings.identity()
     del settings["micro_batch_size"]
     parts: list[Any] = [spec.to_dict() | {"settings": settings}, job.schedule_steps]

@@ -2,10 +2,10 @@
 
 DeepSpeed's universal form, a file per parameter.
 
-Checkpoints are written as they always are, each worker its own share. Only where the number of
-workers has changed is one made into the other form, beside it, and removed once all have read it.
-Its maker holds as many old shares at a time as its CPUs and memory allow; on the disk the other
-form takes as much as the checkpoint.
+Checkpoints are always written by each worker for its own share. Only where the number of workers
+has changed is one converted to the other form, in a separate folder, and removed once all have read
+it. The converting process loads as many old shares at a time as its CPUs and memory allow; on the
+disk the other form takes as much as the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a model is trained.
+"""Settings of a training.
 
 One set of settings for brief fine-tuning and for full continued pre-training.
 """
@@ -31,8 +31,8 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what every generator below t
 
 
 Strategy = Literal["auto", "PACK", "STRICT_PACK", "SPREAD"]
-"""How workers lie on nodes, in Ray's words; AUTO: whoever starts them decides by the nodes that
-there are."""
+"""Placement of workers on nodes, in Ray's words; AUTO: decided at the start by the available
+nodes."""
 AUTO_STRATEGY: Strategy = "auto"
 
 
@@ -43,9 +43,9 @@ COLLECTIVE_SECONDS = 1800
 class Shape(NamedTuple):
     """Workers of a training.
 
-    How many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), how they lie on
-    nodes, what they compute on ("cuda" or "cpu"), how few of them are enough (None: no fewer), and
-    how long they wait for each other in a collective operation.
+    How many, CPUs and GPUs of each, which accelerators (Ray's name; None: any), their placement on
+    nodes, their device ("cuda" or "cpu"), how few of them are enough (None: no fewer), and how long
+    they wait for each other in a collective operation.
     """
 
     workers: int
@@ -98,7 +98,7 @@ def _is_line(text: str) -> bool:
     return len(text) <= _LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
 
 
-def _known(values: dict[str, Any]) -> dict[str, Any]:
+def _checked_keys(values: dict[str, Any]) -> dict[str, Any]:
     check_keys(values)
     return values
 
@@ -173,7 +173,7 @@ class TrainSettings(StrictModel):
     """Only the tokens of answers count in the loss, each end of a turn included: for conversations
     (`messages`), by the tokenizer's chat template. The mean is over the answers of the sequences
     that a worker holds at once. Evaluation counts all tokens."""
-    deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_known)] = {}
+    deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_checked_keys)] = {}
     """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
     `{zero_optimization: {overlap_comm: false}}`; keys that a setting here determines are refused.
     """
@@ -273,14 +273,14 @@ class TrainSettings(StrictModel):
         return self
 
     def __hash__(self) -> int:
-        # A mapping in it has none of its own.
+        # A mapping in it is not hashable
         return hash(json.dumps(self.model_dump(), sort_keys=True))
 
     def identity(self) -> dict[str, Any]:
         """Return the settings in the form in which records of trainings compare them.
 
-        Keys that came later are left out where they change nothing, so that a training that was
-        begun without them goes on.
+        Keys that were added later are left out where they change nothing, so that a training that
+        was started without them can be resumed.
         """
         record = self.model_dump(mode="json")
         record["activation_checkpointing"] = self.activation_checkpointing is True

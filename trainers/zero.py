@@ -2,9 +2,9 @@
 
 Built and read without any worker holding it whole, gathered a tensor at a time.
 
-DeepSpeed compiles C++ operators at first use by default; the one that communication would want has
-a torch twin, which is taken instead, so that no compiler is needed and no killed compile can leave
-a lock behind.
+DeepSpeed compiles C++ operators at first use by default; the one for communication has an
+equivalent in torch, which is used instead, so that no compiler is needed and no killed compile can
+leave a lock behind.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from attention.modeling.predictions import agree_on_chunk_memory, chunk_memory
 from trainers.deepspeed_config import config_of
 from trainers.settings import TrainSettings
 
-# DeepSpeed calls two collectives by names that torch wants to retire, once a parameter with ZeRO 3
+# DeepSpeed calls two collectives by deprecated names of torch, once per parameter with ZeRO 3
 warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
 deepspeed_logger.setLevel(logging.ERROR)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -73,7 +73,7 @@ def check_deepspeed(settings: TrainSettings) -> None:
         ) from None
     except (
         Exception
-    ) as error:  # its own errors, assertions, and whatever a value of the wrong kind leads to
+    ) as error:  # its own errors, assertions, and any error caused by a value of the wrong type
         raise ValueError(f"train.deepspeed: {reason(error)}") from None
 
 
@@ -84,7 +84,7 @@ def group_of_one() -> None:
         backend = "nccl" if accelerator.device_name() == "cuda" else "gloo"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public in torch's documentation
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where a group exists
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even where a group exists
 
 
 def initialize(
@@ -100,7 +100,7 @@ def initialize(
 
 
 def _mend_linear() -> None:
-    """Replace the linear function that ZeRO 3 has put in the place of torch's, for good [0.19]."""
+    """Replace ZeRO 3's linear function, which replaces torch's, for good [0.19]."""
     if functional.linear is zero3_linear_wrap:
         functional.linear = _linear
 
@@ -118,7 +118,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def agree_on_chunks(device: torch.device) -> None:
-    """Have all workers make logits of as many positions at once, whatever GPUs they have.
+    """Make all workers compute logits of as many positions at once, whatever GPUs they have.
 
     They must call a head that ZeRO 3 has split equally often. All call this together.
     """
@@ -215,8 +215,8 @@ def _at_once(source: Path) -> int:
 def restore_counts(optimizer: torch.optim.Optimizer) -> None:
     """Give each part of the weights its own count of steps, after a checkpoint was read.
 
-    Of ZeRO 3 in the universal form they share one, which each of them then counts up, and it is a
-    number or lies in the host's memory, where a fused Adam does not take it [0.19].
+    With ZeRO 3 in the universal form they share one, which each of them then increments, and it is
+    a number or in the host's memory, where a fused Adam does not accept it [0.19].
     """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for parameter, state in optimizer.state.items():

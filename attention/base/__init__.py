@@ -1,4 +1,4 @@
-"""What every package uses and nothing of which is about attention.
+"""Shared helpers of all packages that are not specific to attention.
 
 Progress, messages, times, memory of the process.
 """

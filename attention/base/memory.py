@@ -1,6 +1,6 @@
 """Memory of this process.
 
-What it holds, and collecting what only refers to itself, often and cheaply.
+Measures the resident memory, and runs cheap, frequent collections of reference cycles.
 
 A full collection looks at every object of the process. After the imports of torch, transformers and
 DeepSpeed those are more than a million, none of them garbage (models under hooks and DeepSpeed's
@@ -62,7 +62,7 @@ def memory_now() -> int:
 
 
 def memory_peak() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
+    """Return the largest resident memory that this process has had, in bytes."""
     return kernel_field("/proc/self/status", "VmHWM")
 
 

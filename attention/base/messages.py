@@ -46,7 +46,7 @@ def reason(error: BaseException, hide: Callable[[str], str] = str) -> str:
 def cut(text: str) -> str:
     """Return `text` without its middle if it is long.
 
-    What went wrong stands at the start or the end.
+    The cause of an error is usually at the start or the end.
     """
     return (
         text

@@ -1,12 +1,12 @@
-"""One style of progress for all that takes long.
+"""One style of progress for all long operations.
 
 The stage, what is done of all, and the time left, on stderr.
 
-Code that works long opens a `stage`. Nothing is shown outside of `show_progress`, as the command
-line does for a whole verb; a stage within one that counts is not shown, the outer one says enough.
-On a terminal a stage that counts has a bar, which goes away when it is done. Elsewhere, as in a
-log, a thread writes a line when a count has changed, and every half minute in any case, so that
-nothing looks hung; facts that have not changed since the last line are left out.
+Long operations open a `stage`. Nothing is shown outside of `show_progress`, which the command line
+enters for a whole verb. A stage nested in one that counts is not shown. On a terminal a stage that
+counts has a bar, which is removed when the stage ends. Elsewhere, as in a log, a thread writes a
+line when a count has changed, and at least every half minute, so that nothing looks hung; facts
+that have not changed since the last line are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProgressStage:
         total: How many units there are in all; None if they cannot be counted.
         unit: What is counted.
         note: What else the progress line says.
-        detail: Called for each line, e.g. for what goes on in other processes.
+        detail: Called for each line, e.g. for the progress of other processes.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ProgressStage:
     def begin(self, done: float) -> None:
         """Set how many units were done before, and restart the clock.
 
-        The time so far then says nothing of the rest, e.g. because workers were starting.
+        The elapsed time does not predict the rest, e.g. because workers were starting.
         """
         with self._lock:
             self.start = done
@@ -94,7 +94,7 @@ class ProgressStage:
 
     @property
     def left(self) -> float | None:
-        """The estimated seconds left, at the speed so far; None before 5 % of the work is done."""
+        """The estimated seconds left, at the mean speed; None before 5 % of the work is done."""
         completed = self.done - self.start
         now = time.monotonic()
         if self.total is None or completed <= 0:
@@ -127,7 +127,7 @@ def _print(line: str) -> None:
 
 
 class _Screen:
-    """Where the stages of a verb are shown: the newest that is open.
+    """The stages of a verb that are shown: the newest that is open.
 
     Args:
         say: Takes its line every so many seconds.

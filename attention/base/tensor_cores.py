@@ -15,9 +15,9 @@ HALVES = (torch.bfloat16, torch.float16)
 def tensor_cores(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Multiply float32 by TF32 within, on a GPU and for a model of 16 bits.
 
-    TF32 has 11 significant bits, as many as float16 and three more than bfloat16: what such a model
-    computes goes into the products unrounded, sums stay in float32. A model of float32 keeps
-    float32 products. The setting is the process's, and is put back.
+    TF32 has 11 significant bits, as many as float16 and three more than bfloat16: results of such a
+    model enter the products unrounded, and sums stay in float32. A float32 model keeps float32
+    products. The setting is global to the process and is restored afterwards.
 
     Args:
         device: Where the products are.

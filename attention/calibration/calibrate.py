@@ -49,9 +49,9 @@ def calibrate(
 ) -> Calibration:
     """Return the statistics of every layer of `model` over `sequences`, on the CPU.
 
-    The model runs in its own dtype and evaluation mode, without gradients, and is left as it was;
-    sums are taken in float32 and collected in float64 (the mixed moments in float32, and stored as
-    `mixed` says).
+    The model runs in its own dtype in evaluation mode, without gradients, and is not changed; sums
+    are taken in float32 and collected in float64 (the mixed moments in float32, stored in the
+    format `mixed`).
 
     Args:
         model: A stock or Headfold model, without composition.

@@ -1,4 +1,4 @@
-"""What the calibration pass reads from a running model, and how it gets in and out of it.
+"""Hooks that read activations from a running model during the calibration pass.
 
 Legend: B sequences per batch, T tokens, S tokens attended to, H query heads, d head dim, D model
 dim, e = D + 1 (the constant of the biases appended); b, t: a slice of the sequences and of their
@@ -26,18 +26,18 @@ from attention.modeling.scores import capped, softmax_beside
 
 _NAME = "headfold_calibration"
 SLICE_BYTES = 128 * 2**20
-"""Of the attention weights in float32 that are held at a time: those of one head, of some sequences
-or some tokens."""
+"""Bytes of float32 attention weights in memory at a time: those of one head, for some sequences or
+some tokens."""
 
 QUERY_TOKENS = 512
-"""Tokens whose queries of all heads are held at a time."""
+"""Tokens whose queries of all heads are in memory at a time."""
 
 ALIGNED = 16
 """Numbers in float32 that 64 bytes hold."""
 
 BLOCK = 256
-"""Tokens of a long sequence whose attention weights are held at a time, over what comes before
-their end."""
+"""Tokens of a long sequence whose attention weights, over all tokens up to them, are in memory at a
+time."""
 
 _collectors: dict[nn.Module, Collector] = {}
 
@@ -130,7 +130,7 @@ class Collector:
         assert self.mixed_BTe is not None
         mixed = self.mixed_BTe.flatten(0, 1)
         total = self.mixed_sum[head * len(self.mixed_sum) // self.num_heads]
-        for begin in range(0, len(total), BAND):  # no more than the lower triangle is kept
+        for begin in range(0, len(total), BAND):  # only the lower triangle is stored
             end = begin + BAND
             total[begin:end, :end] += (mixed[:, begin:end].T @ mixed[:, :end]).to(total.device)
 
@@ -207,9 +207,9 @@ def calibration_attention(
 
 
 def _slices(count: int, length: int, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Sequences and query tokens whose attention weights are held at a time.
+    """Yield slices of sequences and query tokens whose attention weights fit in memory.
 
-    Several short sequences, or some tokens of one, so that those that come later are left out.
+    A slice is several short sequences, or some tokens of one; later tokens are left out.
     """
     tokens = max(1, SLICE_BYTES // (4 * keys))
     sequences = max(1, tokens // length)
@@ -227,7 +227,7 @@ def _to_query_heads(module: nn.Module, states: Tensor, name: str) -> Tensor:
 
 
 AttentionInterface.register(_NAME, calibration_attention)
-# Eager's mask is additive and always there, so causality and sliding windows arrive whatever the
+# Eager's mask is additive and always present, so causality and sliding windows arrive in every
 # family.
 AttentionMaskInterface.register(_NAME, eager_mask)
 

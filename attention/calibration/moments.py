@@ -1,4 +1,4 @@
-"""What a calibration knows about each layer.
+"""Statistics of each layer that a calibration collects.
 
 Second moments of activations, and a sample of whole sequences.
 
@@ -64,8 +64,9 @@ def unpacked(triangle: Tensor) -> Tensor:
 def _unpack(triangle: Tensor, rows: Tensor, begin: int) -> None:
     """Write the rows of a packed triangle from row `begin` on into `rows` `[n, e]`.
 
-    They are 0 above the diagonal, before and after. On the CPU row by row: several times as fast
-    as by a mask; on an accelerator by index, since each row would be a launch of its own.
+    They are 0 above the diagonal, before and after. On the CPU this is done row by row, which is
+    several times as fast as by a mask; on an accelerator by index, since each row would be a
+    separate launch.
     """
     if rows.is_cpu:
         start = begin * (begin + 1) // 2
@@ -83,7 +84,7 @@ def gram_under(rows: Tensor, triangle: Tensor) -> Tensor:
     """Return R M R^T `[n, n]` of rows `[n, e]` and a `packed` moment, in the precision of the rows.
 
     M is L + L^T with half of its diagonal in L, so that R L R^T and its transpose make the product;
-    L is unpacked a band of rows at a time and what lies above its diagonal is not multiplied.
+    L is unpacked one band of rows at a time and the part above its diagonal is not multiplied.
     """
     size = rows.shape[1]
     half = torch.zeros_like(rows)
@@ -111,7 +112,7 @@ class LayerStatistics:
         query_moment: `[H, d, d]` float64, mean of q q^T before RoPE, after bias and query norm.
         inputs: `[S, T, D]` float32, x of the first sequences, in corpus order.
 
-    All lie on one device, and so do results; `on` hands them out on that of the heads.
+    All tensors are on one device, and so are results; `on` returns them on the device of the heads.
     """
 
     tokens: int
@@ -222,7 +223,7 @@ class LayerStatistics:
 
 
 class _Copied(LayerStatistics):
-    """Statistics that are read on another device than they lie on (`LayerStatistics.on`)."""
+    """Statistics that are read on another device than their own (`LayerStatistics.on`)."""
 
     def __init__(self, source: LayerStatistics, device: torch.device) -> None:
         self.__dict__.update(_source=source, _device=device, tokens=source.tokens)

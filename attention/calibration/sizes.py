@@ -12,9 +12,9 @@ import torch
 from attention.geometry import HeadGeometry
 
 SAMPLE_TOKENS = 16_384
-"""Tokens whose inputs are kept besides the moments."""
+"""Tokens whose inputs are stored in addition to the moments."""
 FREE_SHARE = 0.5
-"""Of the disk, or of the memory, that is free: what the statistics of all layers may take of it."""
+"""The largest share of the free disk or memory that the statistics of all layers may take."""
 Mixed = Literal["float32", "bfloat16", "kv_group", "pooled"]
 MIXED = cast("tuple[Mixed, ...]", get_args(Mixed))
 """Ways to keep the mixed moments, e (e + 1) / 2 numbers each, from the exact one to the smallest:

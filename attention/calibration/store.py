@@ -40,7 +40,7 @@ process."""
 
 
 class LayerEntry(TypedDict):
-    """What `calibration.json` holds of a layer's file; its stamp: size, time in nanoseconds."""
+    """The entry of a layer's file in `calibration.json`; its stamp: size, time in nanoseconds."""
 
     file: str
     tokens: int
@@ -71,7 +71,7 @@ class Calibration:
     mixed: Mixed = "float32"
 
     def save(self, directory: str | Path) -> Calibration:
-        """Write this calibration (`write_calibration`) and return it as it lies on disk."""
+        """Write this calibration (`write_calibration`) and return the stored one."""
         return write_calibration(
             directory, self.layers, self.tokens, self.digest, self.weights, self.mixed
         )
@@ -115,7 +115,7 @@ def layer_statistics(
 ) -> LayerStatistics | None:
     """Return a layer's statistics on the device of its heads; None without a calibration.
 
-    Whatever hands statistics to a part of an axis takes them from here.
+    All callers that pass statistics to a part of an axis read them here.
     """
     return None if calibration is None else calibration.layers[layer].on(heads.q.device)
 
@@ -296,7 +296,7 @@ def _verified(path: Path, entry: dict[str, Any], noted: int) -> bool:
 def _sweep(target: Path) -> None:
     """Remove what killed writers have left.
 
-    What a living writer has, here or on another node, is never so old.
+    Files of a living writer, here or on another node, are never so old.
     """
     for left in target.parent.glob(f".{target.name}.*.new"):
         with suppress(FileNotFoundError):  # finished just now
@@ -308,7 +308,7 @@ def _sweep(target: Path) -> None:
 def _replace(fresh: Path, target: Path) -> None:
     """Rename a finished folder.
 
-    What was there (damaged, or of a former format) steps aside first.
+    An existing folder (damaged, or of a former format) is renamed first.
     """
     with suppress(FileNotFoundError):
         target.rename(aside := unused(target))
@@ -316,5 +316,7 @@ def _replace(fresh: Path, target: Path) -> None:
     try:
         fresh.rename(target)
     except OSError:
-        if not (target / META).is_file():  # else another process has put the same there meanwhile
+        if not (
+            target / META
+        ).is_file():  # otherwise another process has written the same calibration
             raise

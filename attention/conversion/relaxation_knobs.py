@@ -158,11 +158,11 @@ def constraint_weight(weight: float | str, rate: float | str, steps: int) -> flo
 
 
 def too_few_steps(name: str, knobs: Mapping[str, Any], steps: int) -> str | None:
-    """Say that a relaxation cannot come to its end in `steps` steps, whatever the loss does.
+    """Warn that a relaxation cannot finish within `steps` steps, whatever the loss does.
 
     None where it may.
 
-    What is bounded is the way that Adam (or the pull) can go at the peak rate.
+    The distance that Adam (or the pull) can cover at the peak rate is bounded.
 
     Args:
         knobs: Those of the part `name`.

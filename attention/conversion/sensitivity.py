@@ -1,4 +1,4 @@
-"""How much the loss increases by a small error in the output of one attention layer.
+"""Measure how much the loss increases by a small error in the output of one attention layer.
 
 To second order, an error e_t at token t costs 1/2 e_t^T F e_t nats (the KL divergence from the
 original's predictions), where F = E[g g^T] is the Fisher information: g is the gradient, with
@@ -36,10 +36,10 @@ SENSITIVITY_BATCH = 2  # sequences at once, at most
 def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) -> list[Tensor]:
     """F of each layer, `[D, D]` in float32, from the tokens of `sequences` `[N, T]`.
 
-    Nats a token over squared outputs.
+    Nats per token over squared outputs.
 
-    The predictions that count are those of T - 1 tokens of each sequence. Of a layer only what
-    enters it is kept for the backward pass; the rest is made again there.
+    The counted predictions are those of T - 1 tokens of each sequence. Only the input of each layer
+    is stored for the backward pass, which recomputes the rest.
 
     Raises:
         ValueError: For sequences of one token.
@@ -55,7 +55,7 @@ def output_metrics(model: PreTrainedModel, sequences: Tensor, *, seed: int = 0) 
     try:
         layers = [layer_of(model, module) for module in modules]
         counting = stage("sensitivity of the outputs", len(sequences), "sequences")
-        with counting as progress, sums.collected(), _made_again(layers), torch.enable_grad():
+        with counting as progress, sums.collected(), _recomputed(layers), torch.enable_grad():
             for ids in sequences.split(batch_of(sequences.shape[1], SENSITIVITY_BATCH)):
                 cost = drawn_cost(final(model, ids.to(model.device)), generator)
                 torch.autograd.grad(cost, entered.pop())
@@ -136,7 +136,7 @@ class SummedGradients:
 
 
 @contextmanager
-def _made_again(layers: Sequence[nn.Module]) -> Iterator[None]:
+def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Within, layers keep what enters them for the backward pass, and are run again in it."""
     for layer in layers:
         layer.forward = partial(

@@ -1,8 +1,8 @@
 """Save and load checkpoints: safetensors and JSON only, written atomically.
 
 A plan that is uniform GQA after permuting heads is written as the plain family, so that stock
-transformers loads it; any other as a `headfold_<family>` model. `headfold.json` beside the weights
-records the plan that was carried out.
+transformers loads it; any other as a `headfold_<family>` model. `headfold.json` in the same folder
+records the plan.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ORIGINAL = "original"  # in that file: what the checkpoint was converted from
 def write_atomically(
     folder: str | Path, write: Callable[[Path], object], *, overwrite: bool = True
 ) -> Path:
-    """Call `write` on an empty folder beside `folder`, then swap it in; return `folder`.
+    """Call `write` on an empty folder next to `folder`, then swap it in; return `folder`.
 
     A killed write leaves the old folder. See `put_in_place` for what may be replaced.
     """
@@ -101,7 +101,7 @@ def plain_form(config: PretrainedConfig, plan: AttentionPlan) -> PretrainedConfi
 def to_plain(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model as its plain family, with the query heads of each group side by side.
 
-    It is to be written or measured: what lies outside of attention is `model`'s memory.
+    It is only for writing or measuring: parameters outside of attention share `model`'s memory.
 
     Raises:
         ValueError: If the plan is not uniform GQA or the family has no GQA form.
@@ -148,15 +148,15 @@ def save(
         tokenizer: One of transformers, or the folder or hub name whose tokenizer files and
             generation config are copied byte for byte.
         plain: Whether the plain form is written where there is one.
-        record: What goes into `headfold.json` beside the plan.
+        record: Further content of `headfold.json`, in addition to the plan.
         overwrite: Whether a checkpoint that was saved there earlier is replaced.
 
     Raises:
         OutputError: If anything else is there.
     """
     plan = plan_of(model)
-    own = model.config.model_type.startswith(TYPE_PREFIX)
-    lowered = own and plain and plain_form(model.config, plan) is not None
+    headfold_format = model.config.model_type.startswith(TYPE_PREFIX)
+    lowered = headfold_format and plain and plain_form(model.config, plan) is not None
     written = to_plain(model) if lowered else model
 
     def write(fresh: Path) -> None:
@@ -169,7 +169,7 @@ def save(
 def write_model(model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> None:
     """Write weights and config as any software that loads the model expects them.
 
-    Tokenizer files lie beside them (see `save`).
+    Tokenizer files are in the same folder (see `save`).
     """
     model.save_pretrained(folder, safe_serialization=True)
     write_both_forms(folder)
@@ -178,14 +178,14 @@ def write_model(model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> 
 
 
 def write_digests(folder: str | Path) -> None:
-    """Put the SHA-256 of every file of a finished folder beside them, for `intact`."""
+    """Write the SHA-256 of every file of a finished folder into it, for `intact`."""
     listed = {name: sha256(path) for name, path in _files(Path(folder)).items()}
     text = json.dumps(listed, indent=1, sort_keys=True) + "\n"
     (Path(folder) / DIGESTS).write_text(text, encoding="utf-8")
 
 
 def intact(folder: str | Path) -> bool:
-    """Whether a folder holds exactly the files and bytes that `write_digests` has listed."""
+    """Whether a folder has exactly the files and bytes that `write_digests` has listed."""
     folder = Path(folder)
     try:
         recover(folder)
@@ -202,13 +202,13 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def write_note(folder: Path, plan: AttentionPlan, record: dict[str, Any] | None = None) -> None:
-    """Write the plan that was carried out beside the weights, with what `record` adds to it."""
+    """Write the plan of the conversion to the checkpoint's folder, with the fields of `record`."""
     note = {"plan": plan.to_dict(), "plan_digest": plan.digest, **(record or {})}
     (folder / PLAN_FILE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n")
 
 
 def note_of(folder: str | Path) -> dict[str, Any]:
-    """Return what `write_note` has written beside the weights; empty for any other checkpoint.
+    """Return the note that `write_note` has written to the folder; empty for any other checkpoint.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -419,8 +419,8 @@ def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConf
 def weights_digest(folder: str | Path, cache_dir: str | Path | None = None) -> str:
     """Return the SHA-256 of the safetensors files of a folder, first 16 hex digits.
 
-    It is over their names and bytes. With `cache_dir` it is kept there, and the files are read
-    again only when the size or time of one has changed.
+    The digest covers their names and bytes. It is cached in `cache_dir`, if given, and the files
+    are read again only when the size or time of one has changed.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     note = None

@@ -30,7 +30,7 @@ REPORT_FILE = "export.json"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export did.
+    """The result of an export.
 
     Bytes are a token's KV cache in `cache_dtype`; logit differences are over random tokens.
 
@@ -140,7 +140,8 @@ def export(
     after = plan_of(lowered.model)
     folded = lowered.folded
     stock = [lowered.model]
-    # And taken from its list when it is written: neither lies beside the copy that is read back.
+    # And removed from its list when it is written: neither is in the folder of the copy that is
+    # read.
     del model, lowered
 
     def write(fresh: Path) -> None:
@@ -259,7 +260,7 @@ def check_equal(one: PreTrainedModel, other: PreTrainedModel) -> None:
 def probe(model: PreTrainedModel, tokens: int = 48, seed: int = 0) -> Tensor:
     """Logits `[2, tokens, V]` on random tokens, on the CPU.
 
-    What two models of one vocabulary are compared by.
+    The measures that compare two models of one vocabulary.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (2, tokens), generator=generator)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """Yield an empty file beside `path` that takes the place of `path` when the body has ended.
+    """Yield an empty file next to `path` that replaces `path` when the body has ended.
 
     A reader, a kill in the middle or a full disk never leaves half of it: what a kill leaves is
     `.NAME.PID.new`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = _created_beside(path)
+    fresh = _create_temporary(path)
     try:
         yield fresh
         honour_umask(fresh)
@@ -44,7 +44,7 @@ def names_beside(path: Path) -> Iterator[Path]:
     )
 
 
-def _created_beside(path: Path) -> Path:
+def _create_temporary(path: Path) -> Path:
     for fresh in names_beside(path):
         try:
             fresh.touch(exist_ok=False)
@@ -57,7 +57,7 @@ def _created_beside(path: Path) -> Path:
 
 
 def sha256(path: str | Path) -> str:
-    """Of a file's bytes, 64 hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, as 64 hexadecimal digits."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -72,7 +72,7 @@ def honour_umask(path: str | Path) -> None:
 
 
 def _umask() -> int:
-    """Read and not set where the system tells it.
+    """Return the umask without setting it, where the system reports it.
 
     A changed umask holds for all threads, if only for a moment.
     """

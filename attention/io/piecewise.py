@@ -44,23 +44,23 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
     weights = LazyWeights(_folder_of(source), config)
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # as it was registered, each of two tied matrices became one of its own
-    for module in model.modules():  # a map of heads lies where the projections do
+    model.tie_weights()  # registering had separated each pair of tied matrices
+    for module in model.modules():  # put a map of heads on the device of its projections
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta and name not in module._non_persistent_buffers_set:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    own = config.model_type.startswith(model_classes.TYPE_PREFIX)
-    if own:
+    headfold_format = config.model_type.startswith(model_classes.TYPE_PREFIX)
+    if headfold_format:
         model_classes.set_missing_maps(model)
     stored = dict(model.named_buffers()).keys() & model.state_dict().keys()
     weights.read_into({name: model.get_buffer(name) for name in stored})
-    if own:
+    if headfold_format:
         model_classes.check_maps(model)
     return model.eval(), weights
 
 
 def _folder_of(source: str | Path) -> Path:
-    """Where the weights lie; those of a hub name in the hub's cache, brought there if need be."""
+    """Return the folder of the weights; for a hub name the hub's cache, downloaded if missing."""
     if is_folder(source):
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -84,8 +84,8 @@ def save_as(
 ) -> Path:
     """Write the model of the checkpoint folder `source` with other weights, atomically.
 
-    `tensors` gives each of its parameters and persistent buffers once, by name, when it is used; no
-    more than `shard` bytes of them, or one, are kept at a time.
+    `tensors` gives each of its parameters and persistent buffers once, by name, when it is used; at
+    most `shard` bytes of them, or one, are in memory at a time.
 
     Returns:
         Its folder.

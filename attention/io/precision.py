@@ -1,6 +1,6 @@
 """The dtype of a checkpoint.
 
-What a folder is stored in, and rounding to it, once, after the work in a wider one.
+The dtype of a stored checkpoint, and rounding to it once after computing in a wider one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DtypeError(ValueError):
 def own_dtype(config: Any, source: str | Path) -> torch.dtype:
     """Return the dtype of the checkpoint at `source`.
 
-    What its config says, as transformers reads it, else what most of its weights are stored in.
+    The dtype of its config, as transformers reads it, else that of most of its weights.
 
     Raises:
         DtypeError: If neither is known, or if it is none of DTYPES.
@@ -61,7 +61,7 @@ def _most_stored(folder: Path) -> str | None:
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Give all floating-point weights another dtype, in place.
 
-    What a checkpoint does not store stays as it is.
+    Tensors that are not in the checkpoint stay unchanged.
 
     Not `model.to(dtype)`, which would round the frequencies of rotary embeddings too.
     """
@@ -90,8 +90,7 @@ def _stored_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def round_weights(model: Any, dtype: torch.dtype) -> None:
     """Round all weights to what `dtype` can hold; the model computes in its own dtype as before.
 
-    Weights that this changes get memory of their own, so that a model that shares it keeps what it
-    has.
+    Weights that this changes get new memory, so that a model that shares theirs is not changed.
     """
     working = model.dtype
     if working == dtype:

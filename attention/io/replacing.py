@@ -2,8 +2,8 @@
 
 Only what Headfold has written itself.
 
-Whatever `checkpoint.write_atomically` puts in place holds `digests.json`, the SHA-256 of every
-other file. A folder with anything that its list does not name is never replaced, and no such file
+Every folder that `checkpoint.write_atomically` writes has `digests.json`, the SHA-256 of every
+other file. A folder with any file that the list does not name is never replaced, and no such file
 is ever removed.
 """
 
@@ -44,9 +44,9 @@ def check_folder(
     To be called before any work.
 
     It must be free or empty; with `overwrite` it may be one that we wrote, unchanged since. Never:
-    a file, a link, a mount, the current or the home folder or what they lie in, one of `reads` (the
-    model, where it is a local folder), what it lies in, or a folder within a checkpoint. That it
-    can be written is tried, without a trace.
+    a file, a link, a mount, the current or the home folder or their parents, one of `reads` (the
+    model, where it is a local folder) or its parents, or a folder within a checkpoint. Whether it
+    can be written is tested, without a trace.
 
     Raises:
         OutputError: Whose message starts with `key`.
@@ -80,7 +80,7 @@ def cannot_write(path: str | Path, error: Exception, key: str) -> OutputError:
 
 
 def resolved(path: str | Path) -> Path:
-    """Return the absolute path, links in what it lies in followed.
+    """Return the absolute path, with links in its parents resolved.
 
     A link at its end is left as it is.
     """
@@ -113,7 +113,7 @@ def _check_place(path: Path, reads: Iterable[str | Path], key: str) -> None:
 
 
 def checkpoint_around(path: Path) -> Path | None:
-    """Return the checkpoint that a place lies in.
+    """Return the checkpoint that a path is inside of.
 
     The nearest folder above it with a config and safetensors.
     """
@@ -125,7 +125,7 @@ def checkpoint_around(path: Path) -> Path | None:
 
 
 def _holds(folder: str | Path, inside: str | Path) -> bool:
-    """Whether `inside` is `folder`, or lies in it, by whatever path either is reached."""
+    """Whether `inside` is `folder` or within it, by whichever path either is reached."""
     if not Path(folder).exists():
         return False
     path = Path(inside).resolve()
@@ -166,7 +166,7 @@ def _check_content(path: Path, overwrite: bool, key: str) -> None:
             "folder"
         )
     spare = spare_of(path)
-    if os.path.lexists(spare) and not _left_by_us(spare):
+    if os.path.lexists(spare) and not _is_leftover(spare):
         raise OutputError(f"{key}: {str(spare)!r} is in the way; move it, or give another folder")
 
 
@@ -243,7 +243,7 @@ def entries(folder: Path) -> Iterator[tuple[str, int]]:
 def remove(folder: Path) -> None:
     """Remove the files that a folder's list names, the list last, and the folders left empty.
 
-    What else is there stays, and with it the folders that it lies in.
+    Other files stay, and so do the folders that contain them.
     """
     ours = digests(folder)
     names = [name for name, mode in entries(folder) if name in ours and stat.S_ISREG(mode)]
@@ -261,7 +261,7 @@ def remove(folder: Path) -> None:
 
 
 def spare_of(folder: Path) -> Path:
-    """Where the old folder lies while a new one takes its place."""
+    """Return the path of the old folder while a new one replaces it."""
     return folder.with_name(f".{folder.name}.old")
 
 
@@ -270,19 +270,19 @@ def recover(folder: Path) -> None:
     spare = spare_of(folder)
     if os.path.lexists(folder) or not spare.is_dir():
         return
-    if _left_by_us(spare) and all((spare / name).exists() for name in digests(spare)):
+    if _is_leftover(spare) and all((spare / name).exists() for name in digests(spare)):
         spare.rename(folder)
 
 
-def _left_by_us(spare: Path) -> bool:
-    """Whether a spare folder is what a killed swap has left, and not a user's."""
+def _is_leftover(spare: Path) -> bool:
+    """Whether a spare folder was left by a killed swap, and is not a user's."""
     return stranger(spare) is None and bool(digests(spare))
 
 
 def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
     """Rename a finished folder to `folder` on the same disk.
 
-    What was there steps aside first, and then goes.
+    An existing folder is first renamed, then removed.
 
     Raises:
         OutputError: With nothing changed, if what is there is not ours, or is and must not be
@@ -300,7 +300,7 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
     try:
         if folder.is_dir() and any(folder.iterdir()):
             if os.path.lexists(spare):
-                if not _left_by_us(spare):
+                if not _is_leftover(spare):
                     raise OutputError(
                         f"out: {str(spare)!r} is in the way; move it, or give another folder"
                     )
@@ -310,12 +310,12 @@ def swap(fresh: Path, folder: Path, overwrite: bool = True) -> None:
     except BaseException:
         recover(folder)
         raise
-    if spare.is_dir() and _left_by_us(spare):
+    if spare.is_dir() and _is_leftover(spare):
         remove(spare)
 
 
 def unused(folder: Path) -> Path:
-    """Return a name beside `folder` that nothing has, for what is being written."""
+    """Return an unused name next to `folder`, for a folder that is being written."""
     return next(path for path in names_beside(folder) if not os.path.lexists(path))
 
 
@@ -323,7 +323,7 @@ def unused(folder: Path) -> Path:
 def parents_made(folder: Path, keep: bool = True) -> Iterator[None]:
     """Make the parent folders of `folder`.
 
-    If the body fails, or without `keep`, those that were made and are empty are removed.
+    If the body fails, or without `keep`, the new folders that are empty are removed.
     """
     missing = [parent for parent in folder.parents if not parent.exists()]
     done = False

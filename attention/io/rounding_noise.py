@@ -1,4 +1,4 @@
-"""What rounding alone changes in the logits of a model: its float32 noise.
+"""The change in the logits of a model by rounding alone: its float32 noise.
 
 It grows with depth, width and the size of the logits, so it is measured: the same model runs twice,
 the second time with the sums of every projection in another order. In exact arithmetic nothing
@@ -69,7 +69,7 @@ def logit_tolerance(
     expected: Iterable[Tensor],
     generator: torch.Generator,
 ) -> tuple[float, float]:
-    """Return how far the logits of an exact copy of a model may lie from its own, and the noise.
+    """Return how far the logits of an exact copy of a model may differ from its own, and the noise.
 
     The tolerance is NOISE_FACTOR times the noise, and at least the spacing of float32 at the
     largest logit.

@@ -1,6 +1,6 @@
 """The safetensors files of a checkpoint folder, read from their headers alone.
 
-Which tensor lies where, in what shape.
+The file and the shape of each tensor.
 
 A file that cannot be read is reported by name, with what it is instead and what to do.
 """
@@ -156,9 +156,9 @@ def _nothing_in(folder: Path) -> str:
             f"use_safetensors=False).save_pretrained(NEW_FOLDER)"
         )
     names = listed(path.name for path in folder.glob("*.safetensors"))
-    beside = f" (it has {names}, which transformers does not look for)" if names else ""
+    hint = f" (it has {names}, which transformers does not look for)" if names else ""
     return (
-        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{beside}; copy them "
+        f"{folder} has no safetensors weights: neither {SINGLE} nor {INDEX}{hint}; copy them "
         f"there, or save the "
         "weights as safetensors with save_pretrained"
     )

@@ -2,8 +2,8 @@
 
 One safetensors file a piece, and an index over all at the end.
 
-A piece that is there is whole, so a killed conversion goes on with the pieces that it has. Pieces
-are the embedding, one per layer, and what lies above the layers.
+An existing piece is complete, so a killed conversion continues after the pieces that it has. Pieces
+are the embedding, one per layer, and the modules above the layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1
 
 
 def shard_name(index: int, count: int) -> str:
-    """As transformers names the files of a checkpoint."""
+    """Return the name of a shard, as transformers names the files of a checkpoint."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -84,7 +84,7 @@ def complete_checkpoint(
 ) -> dict[str, int]:
     """Complete a checkpoint in a folder that has the pieces of all layers.
 
-    What lies outside of the layers, the index and the config are added.
+    Weights outside of the layers, the index and the config are added.
 
     Args:
         folder: The folder.
@@ -93,14 +93,14 @@ def complete_checkpoint(
         plan: The plan of the pieces.
         plain: Whether to write the plain form, which stock transformers loads.
         dtype: What the weights are written in.
-        record: What to note beside the weights.
+        record: Content of the note in the folder.
 
     Returns:
-        What `write_index` returns.
+        The result of `write_index`.
 
     Raises:
         ValueError: If the pieces are not those of the plan, or if there is no plain form and
-            `plain` asks for one.
+            `plain` requires one.
     """
     for half in folder.glob(".*.new"):  # of a killed conversion
         half.unlink()

@@ -1,4 +1,4 @@
-"""What the name of a checkpoint stands for.
+"""Resolve the name of a checkpoint.
 
 A folder of this machine, or a model of the Hugging Face hub.
 """
@@ -16,7 +16,7 @@ NOT_REACHED = (
     "machine a copy of it: check the name, or fetch it where there is a network (hf download {})"
 )
 SOURCE_FILE = "source.json"
-"""Beside a plain copy of a GGUF file or a quantised checkpoint: what it was made of
+"""File next to a plain copy of a GGUF file or a quantised checkpoint that names its source
 (`attention.io.quantised.plain_copy`)."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
@@ -26,12 +26,12 @@ class CheckpointError(ValueError):
 
 
 def is_folder(source: str | Path) -> bool:
-    """Whether `source` is a checkpoint's folder; False means that the hub is to be asked for it.
+    """Return whether `source` is a checkpoint's folder; False means that it is a name on the hub.
 
     Raises:
-        CheckpointError: Without asking the hub, for a folder without config.json, a file, and a
-            path that is not there: a name that no hub model can have, or one whose first part is a
-            folder here (`models/x` beside `models/`).
+        CheckpointError: Without a request to the hub, for a folder without config.json, a file, and
+            a missing path: a name that no hub model can have, or one whose first part is a local
+            folder (`models/x` where `models/` exists).
     """
     name = str(source)
     path = Path(source)

@@ -1,4 +1,4 @@
-"""What lies beside the weights, so that a folder is read elsewhere as the original's is.
+"""Files next to the weights that make a folder load elsewhere as the original's does.
 
 transformers 5 keeps the rotary embedding in `rope_parameters`. Older ones, and tools that read
 config.json themselves, look for `rope_theta`, `rope_scaling` and `torch_dtype`, and silently take
@@ -51,8 +51,8 @@ def _folder_of(source: str | Path) -> Path:
 def copy_files(source: str | Path, folder: Path) -> None:
     """Copy the tokenizer, chat templates and generation config of `source` (folder or hub name).
 
-    What `folder` has of them goes first, so that two sets never mix; a source without a tokenizer
-    copies none.
+    Files of this kind in `folder` are removed first, so that two sets never mix; a source without a
+    tokenizer copies none.
     """
     origin = _folder_of(source)
     for pattern in (*TOKENIZER_FILES, GENERATION):
@@ -67,7 +67,7 @@ def copy_files(source: str | Path, folder: Path) -> None:
 
 
 def put_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Put a tokenizer beside a checkpoint.
+    """Write a tokenizer to a checkpoint's folder.
 
     It is copied from a folder or hub name, or, as an object of transformers, saved.
     """
@@ -87,7 +87,7 @@ def put_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def write_both_forms(folder: Path) -> None:
-    """Add to config.json what tools read in place of transformers 5's fields.
+    """Add fields to config.json that tools read instead of transformers 5's.
 
     These are transformers 4 and others.
     """
@@ -101,10 +101,10 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
 
     Empty for a model without either.
 
-    `rope_scaling` is left out for model types that transformers does not have. Whoever reads such a
-    folder's tokenizer without its code, or without Headfold, gets transformers' bare config class,
-    which cannot read that field beside `rope_theta`. The code in a folder hands `rope_parameters`
-    on to transformers 4 itself.
+    `rope_scaling` is left out for model types that transformers does not have. Reading the
+    tokenizer of such a folder without its code, or without Headfold, yields transformers' bare
+    config class, which cannot read that field together with `rope_theta`. The code in a folder
+    passes `rope_parameters` to transformers 4 itself.
     """
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
     rope = fields.get("rope_parameters")
@@ -126,7 +126,7 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
 def _scaling(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | None:
     """Return `rope_scaling` of transformers 4.
 
-    If it is there, transformers 5 reads it in place of `rope_parameters`, so that it must be
+    If it is there, transformers 5 reads it instead of `rope_parameters`, so that it must be
     complete.
     """
     kind = rope.get("rope_type", "default")

@@ -1,4 +1,4 @@
-"""What loads a folder, and what an export to a stock form would take (`attention.io.targets`)."""
+"""The software that loads a folder, and what a stock export would need (`attention.io.targets`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ALL = ("transformers", "vLLM", "llama.cpp")
 
 
 def format_of(folder: str | Path | Checkpoint, dtype: Any) -> dict[str, Any]:
-    """Return what a checkpoint is, its KV cache being held in `dtype`.
+    """Return the format of a checkpoint whose KV cache is stored in `dtype`.
 
     `format` ("stock" or "headfold"), `loads_in` (software that loads it), and both in one line for
-    people, with the command to go on with (`format_note`); of Headfold's own format also `padding`:
-    of each target that holds the plan in its own bytes, the query heads of zeros
-    (`EngineSupport.zero_query_heads`) that it adds, if it adds any, and their share of the work of
+    people, with the next command (`format_note`); for Headfold's own format also `padding`: for
+    each target that stores the plan at its own size, the query heads of zeros
+    (`EngineSupport.zero_query_heads`) that it adds, if any, and their share of the operations of
     attention.
     """
     opened = Checkpoint.open(folder)
@@ -67,7 +67,7 @@ def format_of(folder: str | Path | Checkpoint, dtype: Any) -> dict[str, Any]:
 
 
 def export_command(folder: str | Path, target: str, *options: str) -> str:
-    """Return the command that exports a checkpoint, into a folder beside it."""
+    """Return the command that exports a checkpoint, into a folder next to it."""
     return shlex.join(
         [
             "headfold",
@@ -106,7 +106,7 @@ def held_by(config: Any, plan: AttentionPlan) -> dict[str, EngineSupport]:
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
-    """Those that were tried.
+    """Targets that were tested.
 
     Llama.cpp reads a Phi folder as if it had as many KV heads as query heads (use target gguf), and
     other families than those of that target were not tried in it.

@@ -1,4 +1,4 @@
-"""The tokenizer beside a checkpoint."""
+"""The tokenizer of a checkpoint."""
 
 from __future__ import annotations
 

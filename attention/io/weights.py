@@ -1,10 +1,10 @@
-"""Whether the weights of a checkpoint are those that its config describes.
+"""Check that the weights of a checkpoint are those that its config describes.
 
 Every parameter by name and shape.
 
-transformers fills what a checkpoint lacks at random and goes on. Here that is an error, found from
+transformers initialises missing weights at random and continues. Here that is an error, found from
 the headers of the safetensors files before any weight is read (`check_weights`), and for hub names
-from what was loaded (`check_loaded`).
+from the load report (`check_loaded`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TIED_APART = (
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
 """Values of `quant_method` whose weights can be read as plain numbers
 (`attention.io.quantised.packed`)."""
-# What quantisers keep beside or instead of a weight.
+# Tensors that quantisers store next to or instead of a weight.
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|SCB|weight_scale(_inv)?|weight_packed|weight_shape|weight\.(absmax|quant_map|quant_state.*))$"
 )
@@ -57,7 +57,7 @@ LAYER = re.compile(r"(.*?\.)(\d+)\.")
 
 @dataclass(frozen=True)
 class Differences:
-    """What sets a checkpoint's tensors apart from a model's.
+    """The differences between a checkpoint's tensors and a model's.
 
     Attributes:
         wrong: Name -> (shape in the file, in the model).
@@ -69,7 +69,7 @@ class Differences:
 
 
 def check_weights(source: str | Path, config: PretrainedConfig) -> dict[str, TensorSource]:
-    """Where each tensor of the config's model lies, by the model's names; empty for a hub name.
+    """Return the file of each tensor of the config's model, by name; empty for a hub name.
 
     Headers alone are read, unless both of two tied matrices are stored: those are compared. Surplus
     tensors are reported in a warning.
@@ -157,7 +157,7 @@ def check_loaded(source: str | Path, model: PreTrainedModel, info: Mapping[str, 
 def without_report() -> Iterator[None]:
     """Without transformers' table of what is missing, surplus or of another shape.
 
-    `check_loaded` tells it.
+    `check_loaded` reports it.
     """
     its = logging.getLogger("transformers.modeling_utils")
 
@@ -300,7 +300,7 @@ def _layers(names: set[str] | frozenset[str]) -> set[tuple[str, int]]:
 
 
 def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> None:
-    """Raise WeightsError for differences that change what the model computes; tell the others."""
+    """Raise WeightsError for differences that change what the model computes; log the others."""
     state = set(model.state_dict())
     have = model.config.num_hidden_layers
     kind = type(model).__name__
@@ -329,7 +329,7 @@ def _refuse(source: str | Path, model: PreTrainedModel, diff: Differences) -> No
             "Copy config.json and weights from one model"
         )
     if diff.surplus:
-        _tell(
+        _warn_once(
             f"{source}: {len(diff.surplus)} tensors are not part of {kind} and not used: "
             f"{listed(diff.surplus)}"
         )
@@ -363,6 +363,6 @@ def _lacking(source: str | Path, kind: str, layers: int, state: set[str], diff: 
 
 
 @cache
-def _tell(text: str) -> None:
-    """Once a process: weights are looked at before the work and again when they are read."""
+def _warn_once(text: str) -> None:
+    """Log once per process: weights are checked before the work and again when they are read."""
     logger.warning("%s", text)

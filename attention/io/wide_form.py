@@ -1,9 +1,9 @@
 """Wide heads as a stock model has them: a larger head dim, and each rotary frequency several times.
 
-Headfold's own model keeps a head of width m as m slices of the checkpoint's head dim, which the
-rotary embedding turns alike. A stock model has one head dim for all, m d here, so that each of the
-checkpoint's frequencies is to stand m times in its table. Of what transformers, vLLM and llama.cpp
-know the factors of `longrope` say so: frequency i is divided by factor i.
+Headfold's own model stores a head of width m as m slices of the checkpoint's head dim, which the
+rotary embedding rotates alike. A stock model has one head dim for all, m d here, so each of the
+checkpoint's frequencies must occur m times in its table. In transformers, vLLM and llama.cpp the
+factors of `longrope` express this: frequency i is divided by factor i.
 
 Legend: d head dim of the checkpoint, m width, r rotary dims of a checkpoint's head, P = r/2 rotary
 pairs.
@@ -32,8 +32,8 @@ from attention.modeling.model_classes import (
 from attention.plan import AttentionPlan, LayerPlan
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "granite", "smollm3")
-"""Families whose stock configuration has a head dim of its own, and rotary embedding everywhere
-or in some layers."""
+"""Families whose stock configuration has a separate head dim, and rotary embedding everywhere or in
+some layers."""
 _STATIC = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary embedding with frequencies that do not depend on the length of the text."""
 
@@ -135,7 +135,7 @@ def wide_config(config: Any, plan: AttentionPlan) -> tuple[PretrainedConfig, Att
         "factor": 1.0,
         "original_max_position_embeddings": geometry.max_positions,
     }
-    if scale != 1.0:  # by these names vLLM knows it
+    if scale != 1.0:  # vLLM's names of these fields
         rope |= {"short_mscale": scale, "long_mscale": scale}
     if "partial_rotary_factor" in config.rope_parameters:
         rope["partial_rotary_factor"] = config.rope_parameters["partial_rotary_factor"]
@@ -165,7 +165,7 @@ def wide_heads(heads: LayerHeads, geometry: HeadGeometry, width: int, scale: flo
 def to_wide(model: PreTrainedModel) -> PreTrainedModel:
     """Return the same model with heads of the plan's one width as its head dim.
 
-    It is to be written or measured: what lies outside of attention is `model`'s memory.
+    It is only for writing or measuring: parameters outside of attention share `model`'s memory.
 
     Raises:
         WideFormError: As `wide_config`.
@@ -181,7 +181,7 @@ def to_wide(model: PreTrainedModel) -> PreTrainedModel:
     geometry = geometry_of(model.config)
     modules = zip(family.attention_modules(model), family.attention_modules(wide), strict=True)
     for old, new in modules:
-        # 1, but for families whose configuration has a scale of its own
+        # 1, except for families whose configuration has a scale
         scale = float(getattr(old, "scaling", 1.0)) / float(getattr(new, "scaling", 1.0))
         family.write(new, wide_heads(family.read(old, geometry), geometry, width, scale))
     wide.generation_config = model.generation_config

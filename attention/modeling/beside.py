@@ -1,4 +1,4 @@
-"""A second model beside an existing one, without a second copy of what they have in common."""
+"""A second model that shares unchanged weights with an existing one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from attention.modeling.model_classes import plan_of
 def beside_original(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Return the model that `make` builds, on `model`'s device.
 
-    Outside of attention each parameter that `model` has under the same name and in the same shape
-    is that one's memory; all others have memory of their own, which is not filled.
+    Outside of attention, parameters that `model` has under the same name and in the same shape
+    share its memory; all others have new memory, which is not filled.
 
     Neither model may be trained while the other is of use.
     """
@@ -36,10 +36,10 @@ def beside_original(model: PreTrainedModel, make: Callable[[], PreTrainedModel])
             data = original.detach()
         path, _, last = name.rpartition(".")
         setattr(new.get_submodule(path), last, nn.Parameter(data))
-    new.tie_weights()  # each of two tied matrices is one of its own until then
+    new.tie_weights()  # until then each pair of tied matrices is separate
     for module, layer in zip(modules, plan_of(new).layers, strict=True):
         if hasattr(module, "head_maps"):
-            attach(module, layer)  # the maps again: they lay where the projections did
+            attach(module, layer)  # the maps again: they were on the device of the projections
     nn.Module.to(new, model.device)
     return new
 

@@ -27,7 +27,7 @@ from attention.modeling.scores import capped, softmax_beside
 from attention.plan import LayerPlan
 from attention.plan_parts import groups_of
 
-# Numbers in a kept head's part of the cache, S·d, from which one product a group is faster than one
+# Size of a kept head's part of the cache, S·d, from which one product per group is faster than one
 # padded product for all groups (benchmarks/LOG.md).
 GROUPED_FROM = 1 << 16
 
@@ -69,11 +69,11 @@ class HeadSlots:
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """What a layer's plan means at run time. Built once a layer, outside of the forward pass.
+    """The layout of a layer's plan at run time. Built once per layer, outside of the forward pass.
 
-    `by_key [H]`: the query heads, those of one key head side by side; `by_value [H]`: the same by
-    value head, as places in `by_key` (None: they lie so already); `back [H]`: where each query head
-    lies after both. `key_sizes` and `value_sizes`: how many query heads each group has.
+    `by_key [H]`: the query heads, those of one key head adjacent; `by_value [H]`: the same by value
+    head, as indices into `by_key` (None if the order is the same); `back [H]`: the index of each
+    query head after both. `key_sizes` and `value_sizes`: how many query heads each group has.
 
     Attributes:
         kernel: The maps as the fused kernel reads them.
@@ -109,8 +109,8 @@ class HeadMaps:
 
 
 def _index(numbers: Sequence[int]) -> Tensor:
-    # On the CPU whatever the context: a model that is being loaded is built on the meta device, and
-    # what is no buffer would stay there.
+    # Always on the CPU: a model that is being loaded is built on the meta device, and tensors that
+    # are not buffers would stay there.
     return torch.tensor(numbers, device="cpu")
 
 
@@ -124,7 +124,7 @@ def decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token by whichever way is fastest here.
+    """Compute attention of one new token by the fastest method for this device and size.
 
     query `[B, H, 1, d]`, key `[B, G^K, S, d]`, value `[B, G^V, S, d]`, mask broadcastable to `[B,
     H, 1, S]` (boolean: True attends; or additive), sinks `[H]`. A head of width m is m of them, its
@@ -133,7 +133,7 @@ def decode(
     Returns:
         `[B, H, 1, d]`, d times their width where value heads are wide.
     """
-    if softcap is not None or sinks is not None:  # the other ways know neither
+    if softcap is not None or sinks is not None:  # the other methods support neither
         return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)
     if kernels.takes(query, key, value, mask, maps.plan.widths):
         return kernels.fused_decode(query, key, value, maps.kernel, mask, scaling)
@@ -240,7 +240,7 @@ def _factor(query: Tensor, scaling: float | None, width: int = 1) -> float:
 def _softmax(
     scores: Tensor, mask: Tensor | None, order: Tensor | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return weights `[B, H, S]` of scores whose heads lie in `order`, with mask and sinks."""
+    """Return weights `[B, H, S]` of scores whose heads are in `order`, with mask and sinks."""
     if mask is not None:
         mask = mask.squeeze(2)
         if order is not None and mask.shape[1] > 1:

@@ -135,10 +135,10 @@ def composed_attention(
 ) -> Tensor:
     """Attention with composed heads (Xiao 2024, App. D): `[B, H, T, d]`.
 
-    The scores of all heads are held at once.
+    The scores of all heads are in memory at once.
 
-    x `[B, T, D]`: the attention input of the query tokens; `layer`: where the key-side weights of
-    earlier tokens lie.
+    x `[B, T, D]`: the attention input of the query tokens; `layer`: index of the key-side weights
+    of earlier tokens.
     """
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
     composition: HeadComposition = module.composition  # type: ignore[assignment]

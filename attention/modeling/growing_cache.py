@@ -17,24 +17,25 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
-"""What transformers calls the cache among an attention module's keywords: since 5.24, before, and
+"""Names of the cache among an attention module's keywords in transformers: since 5.24, before, and
 in GPT-NeoX."""
-# Tokens that there is room for after a copy. At S tokens a step copies S / ROOM of them on average.
+# Free positions after a copy. With S cached tokens each step copies S / ROOM of them on average.
 ROOM = 64
 
 
 class GrowingLayer(DynamicLayer):
     """A `DynamicLayer` whose keys and values are views of longer tensors.
 
-    They are `[B, G^K, S, d]` and `[B, G^V, S, d]`. What was prefilled is held exactly; the room
-    comes with the next token. Where gradients are recorded it concatenates as the stock layer does.
+    They are `[B, G^K, S, d]` and `[B, G^V, S, d]`. The prefilled part is stored without spare room,
+    which is added with the next token. Where gradients are recorded it concatenates as the stock
+    layer does.
     """
 
     _room: tuple[Tensor, Tensor] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Whoever crops, reorders or moves the cache puts other tensors in place of the views: the
-        # room is not theirs.
+        # Code that crops, reorders or moves the cache replaces the views by other tensors, which
+        # have no spare room.
         if name in ("keys", "values"):
             super().__setattr__("_room", None)
         super().__setattr__(name, value)
@@ -70,7 +71,7 @@ def _longer(tensor: Tensor, tokens: int) -> Tensor:
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:
-    """Return the cache among the keywords of an attention module, whatever it is called there.
+    """Return the cache among the keywords of an attention module, under any of its names.
 
     None without one.
     """

@@ -1,4 +1,4 @@
-"""What predictions cost, in nats per token.
+"""Losses of predictions, in nats per token.
 
 The one place where the loss of a model is written down.
 
@@ -23,7 +23,7 @@ def language_modelling(logits: Tensor, labels: Tensor, _: Tensor | None = None) 
 
     A `Cost`.
 
-    Computed in float32 at least, whatever the model's dtype.
+    Computed in float32 at least, in any dtype of the model.
     """
     return F.cross_entropy(wide(logits), labels.long())
 

@@ -1,6 +1,6 @@
 """The MLP of each layer, as its projections.
 
-What goes in (rows are neurons) and what comes out (columns are).
+Its inputs (rows are neurons) and its output (columns are).
 
 Legend: F neurons, D model dim.
 """
@@ -26,7 +26,7 @@ LAYOUTS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class MlpSite:
-    """Where one layer keeps its MLP: `module` and the names of its projections there."""
+    """The MLP of one layer: `module` and the names of its projections there."""
 
     module: nn.Module
     inputs: tuple[str, ...]
@@ -90,7 +90,7 @@ def read_mlp(site: MlpSite) -> MlpWeights:
 
 @torch.no_grad()
 def write_mlp(site: MlpSite, weights: MlpWeights) -> None:
-    """Copy weights into an MLP; blocks that it borrows are left to their lender."""
+    """Copy weights into an MLP, except the blocks that it borrows."""
     for name, weight, bias in zip(
         site.names, (*weights.inputs, weights.output), weights.biases, strict=True
     ):
@@ -104,7 +104,7 @@ def write_mlp(site: MlpSite, weights: MlpWeights) -> None:
 
 
 def copy(old: PreTrainedModel, new: PreTrainedModel) -> None:
-    """Every MLP of `old` into `new`, whichever of their blocks are shared."""
+    """Copy every MLP of `old` into `new`, with any sharing of their blocks."""
     for source, target in zip(mlp_sites(old), mlp_sites(new), strict=True):
         write_mlp(target, read_mlp(source))
 

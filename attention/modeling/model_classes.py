@@ -55,7 +55,7 @@ def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
 
 
 class HeadfoldMixin:
-    """What the model class of every family gains.
+    """Add what the model class of every family needs.
 
     Projections of the plan's shapes, maps, and uneven caches.
     """
@@ -226,9 +226,9 @@ def one_form(config: PretrainedConfig) -> PretrainedConfig:
         del plain.auto_map
     if len({layer.key_heads for layer in plan.layers}) == 1:
         return plain
-    made = headfold_config(plain, plan)
-    made.name_or_path = config.name_or_path
-    return made
+    converted = headfold_config(plain, plan)
+    converted.name_or_path = config.name_or_path
+    return converted
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What the predictions of a model cost, a bounded number of positions at a time.
+"""Losses of a model's predictions, computed for a bounded number of positions at a time.
 
 The logits of a whole batch would be the largest tensor of a training step or an evaluation: 0.5 GB
 in float32 for one sequence of 4,096 tokens and a vocabulary of 32,000, several times over. So only
@@ -25,7 +25,7 @@ CHUNKS_AT_ONCE = (
     8  # as many bytes at once, at most: logits of two models, logarithms, and what KL makes of them
 )
 _FLOAT = 4
-_NOT_COUNTED = -100  # in the place of a label
+_NOT_COUNTED = -100  # instead of a label
 
 _Cost = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`cost(logits [P, V], labels [P], reference logits [P, V] or None)`: a mean over the P positions,
@@ -142,8 +142,8 @@ def in_chunks(
 ) -> Tensor:
     """Return the mean of `cost` over the predictions of the first `rows` sequences.
 
-    No gradients flow into the reference. The heads are called as often whatever `rows` is, since
-    workers that hold a split head must call it together; of no rows the mean is 0.
+    No gradients flow into the reference. The number of calls of the heads does not depend on
+    `rows`, since workers that share a split head must call it together; of no rows the mean is 0.
 
     Args:
         ids: `[B, T]`, which went into both finals.

@@ -37,7 +37,7 @@ def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[
     cos, sin = embedding(
         torch.zeros(1, dtype=torch.float32, device=model.device), positions, **kind
     )
-    if 2 * cos.shape[-1] == geometry_of(model.config).rotary.dims:  # gpt-oss has one entry a pair
+    if 2 * cos.shape[-1] == geometry_of(model.config).rotary.dims:  # gpt-oss has one entry per pair
         cos, sin = (torch.cat([table, table], dim=-1) for table in (cos, sin))
     return cos[0], sin[0]
 

@@ -169,7 +169,7 @@ def round_head(
 
 @dataclass(frozen=True)
 class Scales:
-    """What fp8 divides the keys and values of a layer by."""
+    """The divisors of a layer's keys and values in fp8."""
 
     keys: float = 1.0
     values: float = 1.0
@@ -218,7 +218,7 @@ def rounded_cache(
     Args:
         model: The model.
         pair: The formats of keys and values.
-        scales: Of fp8, one entry a layer; 1 by default, as vLLM takes them where a checkpoint has
+        scales: For fp8, one entry per layer; 1 by default, as vLLM uses where a checkpoint has
             none.
         key_order: The dims of queries and keys in the order in which the engine has them; None for
             the same.

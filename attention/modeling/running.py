@@ -25,11 +25,11 @@ ATTENTION_BYTES = 128 * 2**20
 
 
 class _Reached(Exception):
-    """The wanted module has been reached: what lies above it need not run."""
+    """The requested module has been reached: those above it need not run."""
 
 
 class Call(NamedTuple):
-    """What a layer or attention module was called with, and what it made of it.
+    """The inputs that a layer or attention module was called with, and its output.
 
     `output [B, T, D]`, or None where the module itself did not run.
     """
@@ -101,8 +101,8 @@ def layer_of(model: PreTrainedModel, module: nn.Module) -> nn.Module:
 class Streams:
     """The hidden states `[B, T, D]` that enter one decoder layer, batch by batch.
 
-    Layers are best visited in ascending order: those below run once, and only what enters the
-    present one, `layer`, is kept. Going back to a lower one starts again from the embeddings.
+    Visit layers in ascending order: those below run once, and only the input of the present one,
+    `layer`, is stored. Going back to a lower one starts again from the embeddings.
 
     Args:
         model: The model.

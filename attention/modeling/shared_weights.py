@@ -1,14 +1,14 @@
 """Projections that use blocks of an earlier layer's projection.
 
-Each weight is held once, by one module.
+Each weight is stored once, by one module.
 
 Legend: n output (or input) features in H blocks, D the other side; x `[..., D]` (rows) or `[...,
 n]` (columns).
 
 A block is a head's d rows of a q, k or v projection, or a slice of an MLP's neurons. The earlier
-projection *lends* the block; the later one keeps a plain reference to that module (not a submodule
-of it) and registers as parameters only what it owns, so that `parameters()`, `state_dict()`, the
-optimiser and safetensors see every weight once. Blocks are multiplied where they lie. A lender's
+projection *lends* the block; the later one stores a plain reference to that module (not a
+submodule) and registers as parameters only what it owns, so that `parameters()`, `state_dict()`,
+the optimiser and safetensors see every weight once. Blocks are multiplied in place. A lender's
 weight is read as its attribute in each forward pass, where ZeRO 3 gathers it.
 """
 
@@ -110,7 +110,7 @@ class SharedProjection(nn.Module):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def offset(self, block: int) -> int:
-        """Where an owned block starts in `own_weight`. Raises ValueError for a borrowed one."""
+        """Return an owned block's offset in `own_weight`. Raises ValueError for a borrowed one."""
         if block in self._borrowed:
             raise ValueError(f"block {block} is itself shared; resolve chains to their roots first")
         return self.block_size * (block - sum(other < block for other in self._borrowed))
@@ -141,7 +141,7 @@ class SharedProjection(nn.Module):
         parts = self._weights()
         return torch.cat([parts[piece.owner][piece.part] for piece in self._pieces], self.dim)
 
-    def _taken(self, whole: Tensor, dim: int) -> Tensor:
+    def _owned(self, whole: Tensor, dim: int) -> Tensor:
         """Return the owned features of a whole weight or bias."""
         pieces = zip(
             self._pieces, whole.split([piece.size for piece in self._pieces], dim), strict=True
@@ -192,12 +192,12 @@ class SharedRows(SharedProjection):
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copy the owned blocks of a whole weight and bias.
 
-        What is borrowed is left to its lender.
+        Borrowed blocks are not changed.
         """
         if self.own_weight is not None:
-            self.own_weight.copy_(self._taken(weight.reshape(self.out_features, -1), 0))
+            self.own_weight.copy_(self._owned(weight.reshape(self.out_features, -1), 0))
             if self.own_bias is not None and bias is not None:
-                self.own_bias.copy_(self._taken(bias.reshape(-1), 0))
+                self.own_bias.copy_(self._owned(bias.reshape(-1), 0))
 
 
 class SharedColumns(SharedProjection):
@@ -229,7 +229,7 @@ class SharedColumns(SharedProjection):
     def write(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copy the owned columns of a whole weight, and the bias."""
         if self.own_weight is not None:
-            self.own_weight.copy_(self._taken(weight, 1))
+            self.own_weight.copy_(self._owned(weight, 1))
         if self.own_bias is not None and bias is not None:
             self.own_bias.copy_(bias)
 

@@ -1,1 +1,1 @@
-"""What one GPU does with Headfold: `make gpu` measures it in parts that can be resumed, docs/gpu.md shows it."""
+"""Measurements of one GPU: `make gpu` runs them in parts that can be resumed, docs/gpu.md shows the results."""

@@ -23,7 +23,7 @@ from benchmarks.report import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 600.0
-"""Of a part."""
+"""Time limit of a part."""
 SHORTEST_SECONDS = 45.0
 """Left of `--minutes`, below which no further part begins."""
 
@@ -44,20 +44,23 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def records_of(given: argparse.Namespace) -> Path:
+def records_of(arguments: argparse.Namespace) -> Path:
     """The file of records: of a CUDA device in the repository, of others in build/."""
-    if given.records is not None:
-        return given.records.absolute()
-    return MEASURED if given.device == "cuda" else ROOT / "build" / f"gpu-{given.device}.json"
+    if arguments.records is not None:
+        return arguments.records.absolute()
+    return MEASURED if arguments.device == "cuda" else ROOT / "build" / f"gpu-{arguments.device}.json"
 
 
-def child(given: argparse.Namespace, name: str, seconds: float) -> dict[str, Any]:
-    """What a process says of a part: `rows`, and `skipped`, `failed` or `late` (it was stopped) with the reason."""
+def child(arguments: argparse.Namespace, name: str, seconds: float) -> dict[str, Any]:
+    """Return the answer of a part's process: `rows`, and `skipped`, `failed` or `late` (stopped) with the reason."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "rows.json"), Path(folder, "log")
-        command = [sys.executable, "-m", "benchmarks.gpu.child", name, given.device, str(file), given.engine]
+        command = [sys.executable, "-m", "benchmarks.gpu.child", name, arguments.device, str(file), arguments.engine]
         answer: dict[str, Any] = {"rows": []}
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process, log.open("w") as kept:
+        with (
+            subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process,
+            log.open("w") as log_file,
+        ):
             late = False
             deadline = time.monotonic() + seconds
 
@@ -65,7 +68,7 @@ def child(given: argparse.Namespace, name: str, seconds: float) -> dict[str, Any
                 assert process.stderr is not None
                 for line in process.stderr:
                     sys.stderr.write(line)
-                    kept.write(line)
+                    log_file.write(line)
 
             thread = threading.Thread(target=follow, daemon=True)
             thread.start()
@@ -89,43 +92,43 @@ def child(given: argparse.Namespace, name: str, seconds: float) -> dict[str, Any
 
 
 def main(words: list[str] | None = None) -> int:
-    given = parse(words)
-    if given.page:
+    arguments = parse(words)
+    if arguments.page:
         records = Records.read(MEASURED) if MEASURED.exists() else None
         PAGE.write_text(page(records), encoding="utf-8")
         print(f"gpu: {PAGE.relative_to(ROOT)}")
         return 0
     began = time.monotonic()
-    found = child(given, "--card", 300.0)
-    if "card" not in found:
-        print(found.get("failed") or found.get("late"), file=sys.stderr)
+    description = child(arguments, "--card", 300.0)
+    if "card" not in description:
+        print(description.get("failed") or description.get("late"), file=sys.stderr)
         return 2
     try:
-        records = Records.open(records_of(given), found["card"])
+        records = Records.open(records_of(arguments), description["card"])
     except RecordsError as error:
         print(f"make gpu: {error}", file=sys.stderr)
         return 2
-    names = [name for name in titles() if given.only is None or name in given.only]
-    missing = [name for name in names if name in given.again or not records.is_done(name)]
+    names = [name for name in titles() if arguments.only is None or name in arguments.only]
+    missing = [name for name in names if name in arguments.again or not records.is_done(name)]
     print(f"gpu: {records.card['device']}; {len(missing)} of {len(names)} parts to do", file=sys.stderr, flush=True)
     left_over: list[str] = []
     for index, name in enumerate(missing):
-        left = given.part_seconds
-        if given.minutes is not None:
-            left = min(left, 60 * given.minutes - (time.monotonic() - began))
-        if left < SHORTEST_SECONDS:
+        seconds = arguments.part_seconds
+        if arguments.minutes is not None:
+            seconds = min(seconds, 60 * arguments.minutes - (time.monotonic() - began))
+        if seconds < SHORTEST_SECONDS:
             left_over = missing[index:]
             break
         print(f"gpu: {name}: {titles()[name]}", file=sys.stderr, flush=True)
         started = time.monotonic()
-        answer = child(given, name, left)
-        if "late" in answer and left < given.part_seconds:  # not its own fault: it is begun again
+        answer = child(arguments, name, seconds)
+        if "late" in answer and seconds < arguments.part_seconds:  # the total limit stopped it: it is run again
             left_over = missing[index:]
             break
         records.add(name, _record(answer, time.monotonic() - started))
-        if given.device == "cuda" and records.file == MEASURED:
+        if arguments.device == "cuda" and records.file == MEASURED:
             PAGE.write_text(page(records), encoding="utf-8")
-    return _said(records, names, left_over)
+    return _report(records, names, left_over)
 
 
 def _record(answer: dict[str, Any], seconds: float) -> PartRecord:
@@ -141,7 +144,7 @@ def _record(answer: dict[str, Any], seconds: float) -> PartRecord:
     }
 
 
-def _said(records: Records, names: list[str], left_over: list[str]) -> int:
+def _report(records: Records, names: list[str], left_over: list[str]) -> int:
     """Print how it stands; the exit code: 1 if a part has failed, 3 if the same command is to be run again."""
     for name in names:
         part = records.parts.get(name)

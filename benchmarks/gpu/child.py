@@ -1,6 +1,6 @@
-"""One part in a separate process: `python -m benchmarks.gpu.child NAME DEVICE FILE`; rows go to FILE as they come.
+"""One part in a separate process: `python -m benchmarks.gpu.child NAME DEVICE FILE`; rows are appended to FILE.
 
-`--card` in place of a name writes what is measured. An engine's name may stand at the end, in the place of vLLM's.
+`--card` instead of a name writes the description of the device. An engine's name at the end replaces vLLM's.
 """
 
 from __future__ import annotations

@@ -40,12 +40,12 @@ class Device:
 
     @property
     def of_processes(self) -> str:
-        """What DeepSpeed and engines compute on, which do not know the emulated device."""
+        """The device of DeepSpeed and engines, which do not know the emulated device."""
         return "cuda" if self.name == "cuda" else "cpu"
 
     @property
     def clock(self) -> str:
-        """How `benchmarks.report.medians` takes times."""
+        """The kind of clock for `benchmarks.report.medians`."""
         return self.of_processes
 
     def pick(self, small: Any, full: Any) -> Any:
@@ -94,7 +94,7 @@ def opened(name: str) -> Iterator[Device]:
 
 
 def card(name: str) -> dict[str, str]:
-    """What is measured, in words that make sense elsewhere: the card, its driver, versions."""
+    """Return the description of the device, in words that make sense elsewhere: the card, its driver, versions."""
     facts = {"device": {"cpu": "CPU, small sizes", "fgpu": "the emulated device, small sizes"}.get(name, "")}
     if name == "cuda":
         properties = torch.cuda.get_device_properties(0)

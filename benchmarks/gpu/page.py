@@ -23,7 +23,7 @@ TITLES = {
     "search": "A search on one GPU",
     "vllm": "Decoding in vLLM",
 }
-"""Of the parts of `benchmarks.gpu.parts`, in the order in which they run; the page does not need their code."""
+"""Titles of the parts of `benchmarks.gpu.parts`, in the order of running; the page does not need their code."""
 ABOUT = {
     "kernel": "Largest difference of the fused kernel from expanded attention in float32, over lengths up to 32,768.",
     "decode": "A new token over a cache of a quarter of the heads, keys and values apart, against three rivals. "

@@ -69,7 +69,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Number:
-    """One measurement."""
+    """A measurement."""
 
     name: str
     value: float
@@ -89,7 +89,7 @@ def kernel(device: Device) -> Iterator[Number]:
         raise Skipped("Triton cannot be imported, or HEADFOLD_TRITON=0")
 
     def batched(plan: LayerPlan) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What is compared where there is no kernel."""
+        """Return the reference where there is no kernel."""
         maps = HeadMaps.of(plan)
         return None if fused else lambda query, key, value: decode(query, key, value, maps, None, None)
 
@@ -117,7 +117,7 @@ def kernel(device: Device) -> Iterator[Number]:
 
 @torch.no_grad()
 def decode_speed(device: Device) -> Iterator[Number]:
-    """One new token in one layer, a quarter of the KV heads, keys and values apart: ours, and its rivals."""
+    """Time one new token in one layer, a quarter of the KV heads, keys and values apart: ours, and its rivals."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it compiles anew for every length: 40 ms a token on an H100
     shapes = device.pick({"demo": DEMO}, {"32 heads of 128": LLAMA_7B})
     for shape_name, shape in shapes.items():
@@ -125,16 +125,16 @@ def decode_speed(device: Device) -> Iterator[Number]:
         for length in device.pick([16], [1024, 4096, 16_384, 65_536]):
             arms = layer_arms(heads, width, length, device.dtype, str(device.torch_device))
             repeat: dict[str, int] = {name: device.pick(1, 20) for name in arms}
-            taken = medians(arms, device.pick(1, 20), device.clock, repeat)
-            read = 2 * heads // 4 * width * length * device.dtype.itemsize / taken["ours"]
+            times = medians(arms, device.pick(1, 20), device.clock, repeat)
+            read = 2 * heads // 4 * width * length * device.dtype.itemsize / times["ours"]
             name = f"{shape_name}, {length} tokens"
-            yield Number(f"{name}: ours", 1e6 * taken["ours"], "us", f"{read / 1e9:.0f} GB/s of the cache are read")
+            yield Number(f"{name}: ours", 1e6 * times["ours"], "us", f"{read / 1e9:.0f} GB/s of the cache are read")
             for rival, words in RIVALS.items():
-                yield Number(f"{name}: {words}", taken[rival] / taken["ours"], "times as fast")
+                yield Number(f"{name}: {words}", times[rival] / times["ours"], "times as fast")
 
 
 def decode_models(device: Device) -> Iterator[Number]:
-    """One new token of whole models, a quarter of the KV heads, keys and values apart."""
+    """Time one new token of whole models, a quarter of the KV heads, keys and values apart."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     for row in of_whole_models(Scale(quick=device.small, device=str(device.torch_device))):
         yield Number(row.name, row.ratio or 0.0, "times as fast", f"ours {row.ours:.3g} {row.unit}")
@@ -292,7 +292,7 @@ def _operations(model: Any, config: LlamaConfig, length: int) -> dict[str, float
 
 
 def _llama_3(device: Device, layers: int, **more: Any) -> LlamaConfig:
-    """Of the width of Llama-3-8B, with so many layers; a small one for small devices."""
+    """Return a config of the width of Llama-3-8B, with so many layers; a small one for small devices."""
     width: dict[str, Any] = LLAMA_3 | NARROW | {"vocab_size": 2048} if device.small else LLAMA_3
     settings: dict[str, Any] = width | {"num_hidden_layers": layers} | more
     return LlamaConfig(**settings)
@@ -300,8 +300,8 @@ def _llama_3(device: Device, layers: int, **more: Any) -> LlamaConfig:
 
 def _halved(config: LlamaConfig) -> AttentionPlan:
     """Half of the model's own KV heads in every layer."""
-    heads, kept = config.num_attention_heads, int(config.num_key_value_heads or 0) // 2
-    heads_map = tuple(head * kept // heads for head in range(heads))
+    heads, kv_heads = config.num_attention_heads, int(config.num_key_value_heads or 0) // 2
+    heads_map = tuple(head * kv_heads // heads for head in range(heads))
     layers = (LayerPlan(heads_map, heads_map),) * config.num_hidden_layers
     return AttentionPlan(layers, int(config.head_dim or 0))
 
@@ -443,4 +443,4 @@ PARTS: dict[str, Callable[[Device], Iterator[Number]]] = {
     "search": search,
     "vllm": partial(served, "vllm"),
 }
-"""By name, as `benchmarks.gpu.page` lists them."""
+"""Parts by name, as `benchmarks.gpu.page` lists them."""

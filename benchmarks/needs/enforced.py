@@ -48,8 +48,8 @@ LITTLE = {
 
 @dataclass(frozen=True)
 class Step:
-    """One process of the run: bytes that were estimated, and the most of one rank. `model`: bytes of a copy of the
-    model in what it computes in."""
+    """A process of the run: estimated bytes, and the most of one rank. `model`: bytes of a copy of the model in the
+    dtype of the computation."""
 
     name: str
     need: Need
@@ -98,20 +98,20 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     def limited(name: str, need: Need, *call: Any, ranks: int = 1, width: int = width) -> tuple[Any, Step]:
         limits: dict[str, Any] = {"limit": SPARE * need.total, "files": 2 * stored, "ranks": ranks}
         done = run_limited(place / name.replace(" ", "-"), *call, **limits)
-        assert not (told := _notes(done[0].answer)), told
+        assert not (notes := _notes(done[0].answer)), notes
         return done[0].answer, Step(name, need, max(each.peak for each in done), width * needs.size.total)
 
     files, cache = prepared.files, prepared.cache / "calibration"
-    given = (str(model), "bfloat16", "cpu", prepared.geometry, files, cache, config.train.device_batch_size)
-    original, step = limited("original model", by_name["original model"], prepare.measure_original, *given)
+    arguments = (str(model), "bfloat16", "cpu", prepared.geometry, files, cache, config.train.device_batch_size)
+    original, step = limited("original model", by_name["original model"], prepare.measure_original, *arguments)
     yield step
     context = prepare.trial_context(config, prepared, folder, original)
     candidate = next(c for c in prepared.problem.named if c.recipe.name == "headfold_gqa")
-    mine = folder.trial("trial")
-    mine.mkdir(parents=True)
-    _, step = limited("planning", by_name["planning"], untrained_facts, candidate, context, mine)
+    trial = folder.trial("trial")
+    trial.mkdir(parents=True)
+    _, step = limited("planning", by_name["planning"], untrained_facts, candidate, context, trial)
     yield step
-    split = training_job(context, mine, candidate, "split")
+    split = training_job(context, trial, candidate, "split")
     settings = split.settings.model_copy(update={"num_workers": 1, "batch_size": split.settings.batch_size // 2})
     alone = replace(split, settings=settings, run_name="alone", out_dir=str(place / "alone-trained"))
     _, step = limited("one worker", needs.training("training worker", settings), train, alone, width=2)
@@ -128,7 +128,7 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
 
 
 def _notes(answer: Any) -> Any:
-    """What a record says of memory that was lacking and evaded."""
+    """Return the notes of a record on memory that was missing and avoided."""
     record = answer.get("metrics", answer) if isinstance(answer, dict) else {}
     return record.get("notes")
 

@@ -24,7 +24,7 @@ from benchmarks.needs.memory import DEMO, GIGA, NARROW, random_checkpoint, verbs
 from benchmarks.report import Row, Scale, benchmark
 
 EXAMPLE = DEMO.parent / "prose-code-qwen3"
-"""Of another family and other text, with grouped queries."""
+"""A model of another family and another text, with grouped queries."""
 EXAMPLE_RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("headfold_gqa", "0.5", ()),
     ("headfold_layers", "0.5", ()),
@@ -70,12 +70,12 @@ def estimates(scale: Scale) -> Iterator[Row]:
             layerwise = "--layerwise" in options
             sizes = [option for option in options if option != "--layerwise"]
             verbs(["estimate", *same, *sizes, "--json", str(folder / "said.json")])
-            said = json.loads((folder / "said.json").read_text(encoding="utf-8"))
+            estimate = json.loads((folder / "said.json").read_text(encoding="utf-8"))
             way = ["--layerwise"] if layerwise else ["--no-layerwise"]
             out = folder / f"out-{number}"
             seconds, peak = timed(["convert", *same, *sizes, *way, "--out", str(out)])
             what = f"{name}: {recipe} {ratio}{' ' + ' '.join(options) if options else ''}"
-            yield Row(f"{what}, time", seconds, said["seconds"], "s")
-            yield Row(f"{what}, memory", peak, said["layerwise" if layerwise else "resident"] / GIGA, "GiB")
+            yield Row(f"{what}, time", seconds, estimate["seconds"], "s")
+            yield Row(f"{what}, memory", peak, estimate["layerwise" if layerwise else "resident"] / GIGA, "GiB")
             written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-            yield Row(f"{what}, disk", written / 2**20, said["disk"] / 2**20, "MiB")
+            yield Row(f"{what}, disk", written / 2**20, estimate["disk"] / 2**20, "MiB")

@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Limited:
-    """What a process came to: what the function returned, and the most anonymous memory that was seen, in bytes."""
+    """The result of a process: the return value of the function, and the most anonymous memory in bytes."""
 
     answer: Any
     peak: int
@@ -46,30 +46,30 @@ def run_limited(
     addition. Raises RuntimeError, with its last output, if one fails."""
     folder.mkdir(parents=True)
     (folder / "call").write_bytes(pickle.dumps((function, arguments, int(limit), files, str(folder / "meeting"))))
-    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WORLD_SIZE": str(ranks)}
+    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WORLD_SIZE": str(ranks)}
     running = []
     for rank in range(ranks):
-        environment = os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (folder / f"said-{rank}").open("wb") as said:
+        environment = os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (folder / f"said-{rank}").open("wb") as output:
             command = [sys.executable, "-m", "benchmarks.needs.limited", str(folder)]
-            running.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said))
+            running.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output))
     _wait(running, folder)
     return [pickle.loads((folder / f"answer-{rank}").read_bytes()) for rank in range(ranks)]
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
     """Wait until all have finished; as soon as one fails the others, which wait for it, are stopped."""
-    left = dict(enumerate(running))
+    waiting = dict(enumerate(running))
     try:
-        while left:
-            for rank, process in list(left.items()):
+        while waiting:
+            for rank, process in list(waiting.items()):
                 with suppress(subprocess.TimeoutExpired):
                     if process.wait(timeout=0.2):
-                        said = (folder / f"said-{rank}").read_text(errors="replace")[-3000:]
-                        raise RuntimeError(f"rank {rank} of {folder.name} exited with {process.returncode}: {said}")
-                    del left[rank]
+                        output = (folder / f"said-{rank}").read_text(errors="replace")[-3000:]
+                        raise RuntimeError(f"rank {rank} of {folder.name} exited with {process.returncode}: {output}")
+                    del waiting[rank]
     finally:
-        for process in left.values():
+        for process in waiting.values():
             process.kill()
             process.wait()
 
@@ -111,7 +111,7 @@ def _carry_out(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that what is pickled is found by whoever reads it
+    # Under the module's own name, so that pickled objects can be loaded elsewhere
     from benchmarks.needs.limited import _carry_out as carry_out
 
     carry_out(Path(sys.argv[1]))

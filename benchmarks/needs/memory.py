@@ -54,15 +54,15 @@ def random_checkpoint(
     for layer in range(config.num_hidden_layers):
         window = empty(window_config(config, layer, 1), dtype, cpu)
         prefix = layer_prefix(window)
-        own = {n: t for n, t in window.state_dict().items() if n.startswith(prefix)}
-        made = {of_layer(name, prefix, layer): filled(tensor) for name, tensor in own.items()}
-        write_shard(shard_path(folder, layer + 1, config.num_hidden_layers), made)
+        tensors = {n: t for n, t in window.state_dict().items() if n.startswith(prefix)}
+        layers = {of_layer(name, prefix, layer): filled(tensor) for name, tensor in tensors.items()}
+        write_shard(shard_path(folder, layer + 1, config.num_hidden_layers), layers)
     whole = empty(window_config(config, 0, config.vocab_size), dtype, cpu)
     table, *others = outer_names(whole)
     state = whole.state_dict()
-    kept = [n for n in others if not (config.tie_word_embeddings and n == "lm_head.weight")]
+    names = [n for n in others if not (config.tie_word_embeddings and n == "lm_head.weight")]
     write_shard(shard_path(folder, 0, config.num_hidden_layers), {table: filled(state[table])})
-    rest = {name: filled(state[name]) for name in kept}
+    rest = {name: filled(state[name]) for name in names}
     write_shard(shard_path(folder, config.num_hidden_layers + 1, config.num_hidden_layers), rest)
     config.architectures, config.dtype = [type(whole).__name__], dtype
     config.save_pretrained(folder)
@@ -96,12 +96,12 @@ def measured(
     record."""
     random_checkpoint(config, folder / "model")
     same = ("--model", str(folder / "model"), "--recipe", recipe, "--kv-ratio", "0.25", "--dtype", "bfloat16")
-    said, done = folder / "estimate.json", folder / "convert.json"
+    estimate, done = folder / "estimate.json", folder / "convert.json"
     verbs(
-        ["estimate", *same, *options, "--json", str(said)],
+        ["estimate", *same, *options, "--json", str(estimate)],
         ["convert", *same, *options, "--layerwise", "--out", str(folder / "out"), "--json", str(done)],
     )
-    return json.loads(said.read_text(encoding="utf-8")), json.loads(done.read_text(encoding="utf-8"))
+    return json.loads(estimate.read_text(encoding="utf-8")), json.loads(done.read_text(encoding="utf-8"))
 
 
 @benchmark("memory", devices=("cpu",))
@@ -114,9 +114,9 @@ def memory(scale: Scale) -> Iterator[Row]:
     for layers, grouping in ((scale.pick(2, 19), "neighbour"), (scale.pick(1, 2), "merge")):
         config = llama(layers, scale.pick(NARROW, WIDE), tie_word_embeddings=False)
         with tempfile.TemporaryDirectory() as folder:
-            said, done = measured(config, Path(folder), *sizes, "--set", f"grouping={grouping}")
-        about = f"{said['parameters'] / 1e9:.2f}B parameters, {layers} layers, bfloat16, grouping={grouping}"
+            estimate, done = measured(config, Path(folder), *sizes, "--set", f"grouping={grouping}")
+        about = f"{estimate['parameters'] / 1e9:.2f}B parameters, {layers} layers, bfloat16, grouping={grouping}"
         peak, spent = done["peak_memory"] / GIGA, sum(done["seconds"].values())
-        yield Row(f"{layers} layers, measured and estimated", peak, said["layerwise"] / GIGA, "GiB", about)
-        yield Row(f"{layers} layers, against all in memory (estimated)", peak, said["resident"] / GIGA, "GiB")
+        yield Row(f"{layers} layers, measured and estimated", peak, estimate["layerwise"] / GIGA, "GiB", about)
+        yield Row(f"{layers} layers, against all in memory (estimated)", peak, estimate["resident"] / GIGA, "GiB")
         yield Row(f"{layers} layers, time", spent, None, "s", "fit of 2 steps per layer, heal, 1,024 tokens")

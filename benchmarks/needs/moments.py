@@ -1,4 +1,4 @@
-"""What smaller statistics cost: the loss of the demo checkpoint converted from mixed moments kept in each way.
+"""Loss of smaller statistics: that of the demo checkpoint converted from mixed moments in each storage format.
 
     python -m benchmarks moments [--quick]
 

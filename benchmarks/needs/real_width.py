@@ -2,8 +2,8 @@
 
     python -m benchmarks real-width [--quick]
 
-Weights are random and the vocabulary is the demo tokenizer's; what is measured is seconds and memory of a layer,
-against `estimate`. The local fit makes two steps in the place of 480: its share of the time is to be multiplied.
+Weights are random and the vocabulary is the demo tokenizer's; seconds and memory of a layer are measured and compared
+with `estimate`. The local fit makes two steps instead of 480: its share of the time must be multiplied.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def real_width(scale: Scale) -> Iterator[Row]:
         for recipe, more in {"headfold_gqa": [], "headfold": ["--set", "allocation.fit_steps=2"]}.items():
             with tempfile.TemporaryDirectory() as folder:
                 place = Path(folder)
-                said, done = measured(config, place, *sizes, *more, recipe=recipe)
+                estimate, done = measured(config, place, *sizes, *more, recipe=recipe)
                 exported = "Headfold's own format"
                 if recipe == "headfold_gqa":
                     verbs(["export", str(place / "out"), "--target", "gqa", "--out", str(place / "shipped")])
                     shipped = json.loads((place / "shipped" / "config.json").read_text(encoding="utf-8"))
                     exported = f"exported as {shipped['architectures'][0]}"
-            about = f"{said['parameters'] / 1e9:.2f}B parameters, {exported}"
-            peaks = done["peak_memory"] / GIGA, said["layerwise"] / GIGA
+            about = f"{estimate['parameters'] / 1e9:.2f}B parameters, {exported}"
+            peaks = done["peak_memory"] / GIGA, estimate["layerwise"] / GIGA
             yield Row(f"{name}, {recipe}: peak, estimated", *peaks, "GiB", about)
             spent = {phase: seconds for phase, seconds in done["seconds"].items() if seconds >= 0.1}
-            told = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in spent.items())
-            yield Row(f"{name}, {recipe}: time, estimated", sum(spent.values()), said["seconds"], "s", told)
+            phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in spent.items())
+            yield Row(f"{name}, {recipe}: time, estimated", sum(spent.values()), estimate["seconds"], "s", phases)

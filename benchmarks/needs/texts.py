@@ -64,7 +64,7 @@ def make(source: str, tokens: int, cache: str) -> dict[str, Any]:
 
 
 def stream(folder: str) -> dict[str, Any]:
-    """One epoch of one worker of four. Bytes of memory at its peak."""
+    """Read one epoch as one worker of four. Returns bytes of memory at its peak."""
     from attention.base.memory import memory_peak
     from trainers.text.data import BatchStream
     from trainers.text.token_sets import read_sequences
@@ -93,10 +93,10 @@ def process(function: str, *arguments: Any) -> subprocess.Popen[str]:
 
 def result(started: subprocess.Popen[str]) -> dict[str, Any]:
     """Raises CalledProcessError if it has failed."""
-    said = started.communicate()[0]
+    output = started.communicate()[0]
     if started.returncode:
-        raise subprocess.CalledProcessError(started.returncode, started.args, said)
-    return json.loads(said.splitlines()[-1])
+        raise subprocess.CalledProcessError(started.returncode, started.args, output)
+    return json.loads(output.splitlines()[-1])
 
 
 @benchmark("texts", devices=("cpu",))
@@ -107,7 +107,7 @@ def texts(scale: Scale) -> Iterator[Row]:
         source = Path(folder) / "text.jsonl"
         write_text(source, 4e-6 * many)
         small, large = (result(process("make", str(source), count, folder)) for count in (few, many))
-        read_small, read_large = (result(process("stream", made["folder"])) for made in (small, large))
+        read_small, read_large = (result(process("stream", corpus["folder"])) for corpus in (small, large))
     about, rate = f"{many / 1e6:g}M tokens against {few / 1e6:g}M", many / large["seconds"] / 1e3
     each = read_large["seconds"] / (many / LENGTH / 4) * 1e6
     yield Row("peak of the process that reads and writes", large["own"] / MEGA, small["own"] / MEGA, "MiB", about)

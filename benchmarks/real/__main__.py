@@ -85,22 +85,22 @@ def write_page(records: Records) -> tuple[Path, Path]:
 
 
 def main(words: list[str] | None = None) -> int:
-    given = parse(words)
-    if given.page:
+    arguments = parse(words)
+    if arguments.page:
         for file in write_page(Records.read(RECORDS)):
             print(f"real: {file.relative_to(ROOT)}")
         return 0
-    folder = given.folder.absolute()
+    folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    file = given.records or (folder / "records.json" if given.quick else RECORDS)
-    work = Workspace(folder, given.quick, source(given.text), source(given.calibration_text))
+    file = arguments.records or (folder / "records.json" if arguments.quick else RECORDS)
+    work = Workspace(folder, arguments.quick, source(arguments.text), source(arguments.calibration_text))
     try:
         records = Records.open(file.absolute(), {"device": f"{os.cpu_count()} CPU cores", "software": versions()})
     except RecordsError as error:
         print(f"make real: {error}", file=sys.stderr)
         return 2
-    names = [name for name in TITLES if given.only is None or name in given.only]
-    missing = [name for name in names if name in given.again or not records.is_done(name)]
+    names = [name for name in TITLES if arguments.only is None or name in arguments.only]
+    missing = [name for name in names if name in arguments.again or not records.is_done(name)]
     for number, name in enumerate(missing, 1):
         print(f"real: {name}: {TITLES[name]} ({number} of {len(missing)})", file=sys.stderr, flush=True)
         records.add(name, measure(name, work))

@@ -40,9 +40,9 @@ class Point(NamedTuple):
 
 
 def points(records: Records) -> list[Point]:
-    """Return what the parts measured so far have: each model once, by the text of docs/real.md's tables."""
-    found = dict.fromkeys([*_conversions(records), *_formats(records)])
-    return list(found)
+    """Return the results of the measured parts: each model once, by the text of docs/real.md's tables."""
+    results = dict.fromkeys([*_conversions(records), *_formats(records)])
+    return list(results)
 
 
 def _conversions(records: Records) -> Iterator[Point]:
@@ -75,13 +75,13 @@ def _increase(text: str) -> float:
 
 
 @styled
-def draw(found: list[Point]) -> Figure:
+def draw(points: list[Point]) -> Figure:
     """Return the picture. A point at or below `LEAST` is drawn on the lowest line."""
     figure, axes = single_axes(4.4, "KV cache in the engine, share of the original's bytes in 16 bits", "")
     axes.set_ylabel("loss increase, nats per token")
     handles = {}
     for series, style in STYLES.items():
-        of_series = [point for point in found if point.series == series]
+        of_series = [point for point in points if point.series == series]
         if not of_series:
             continue
         heights = [max(point.increase, LEAST) for point in of_series]
@@ -108,5 +108,5 @@ def draw(found: list[Point]) -> Figure:
 
 
 def write(records: Records) -> Path:
-    """Draw what has been measured so far, and return the picture's file."""
+    """Draw the measured results, and return the picture's file."""
     return save_png(draw(points(records)), PICTURE)

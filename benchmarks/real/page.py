@@ -31,7 +31,7 @@ TITLES = {
     "finetune": "Half of the heads, and forty steps",
     "search": "A search with a short distillation",
 }
-"""Of the parts of `benchmarks.real.parts`, in the order in which they run."""
+"""Titles of the parts of `benchmarks.real.parts`, in the order in which they run."""
 ABOUT = {
     "fetch": "Downloaded from a package index.",
     "defaults": "`headfold convert --model FILE --kv-ratio 0.5 --out half`, then `headfold export half --target gguf "

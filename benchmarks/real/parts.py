@@ -16,12 +16,12 @@ from orchestrator.serving.vllm import VARIABLE
 
 Row = dict[str, str]
 RATIOS = "0.67,0.5,0.34"
-"""Of the KV cache: with three KV heads in each layer less than a third needs other means than fewer heads."""
+"""Shares of the KV cache: with three KV heads per layer less than a third needs more than fewer heads."""
 FORMATS = ("q8_0", "fp8", "q8_0,q4_0", "q4_0")
 FEW_FORMATS = ("q8_0", "q8_0,q4_0")
-"""Of conversions that later parts do not look at."""
+"""Formats of conversions that later parts do not use."""
 ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0"
-"""Those of llama.cpp, which it measures itself."""
+"""Formats of llama.cpp, which it measures itself."""
 PROMPTS = (
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
@@ -56,23 +56,23 @@ def fetch(work: Workspace) -> Iterator[Row]:
 
 
 def defaults(work: Workspace) -> Iterator[Row]:
-    """What a user types first: a size and nothing else, and the export with a check in llama.cpp."""
+    """Run the first commands of a user: a size and nothing else, and the export with a check in llama.cpp."""
     work.fetch()
     short = [*work.texts, *work.short_fits, "--recipe", "headfold_layers"] if work.quick else []
     for ratio in ("0.67", "0.5"):
         out = f"kv-{ratio}"
-        found = work.run(out, "convert", "--model", GGUF, "--kv-ratio", ratio, *short, "--out", out, "--overwrite")
+        record = work.run(out, "convert", "--model", GGUF, "--kv-ratio", ratio, *short, "--out", out, "--overwrite")
         target = ["--target", "gguf", "--check", "--out", f"{out}-gguf", "--overwrite"]
         check = work.run(f"gguf-{ratio}", "export", out, *target)["check"]
         yield {
             "requested": f"{float(ratio):.0%}",
-            "recipe": found["recipe"]["name"],
-            "KV cache": f"{found['kv_ratio']:.1%}",
-            "loss before": f"{found['original_loss']:.3f}",
-            "increase": _increase(found),
-            "KL": f"{found['kl']:.3f}",
-            "minutes": _minutes(found),
-            "memory": f"{found['peak_memory'] / 2**30:.1f} GiB",
+            "recipe": record["recipe"]["name"],
+            "KV cache": f"{record['kv_ratio']:.1%}",
+            "loss before": f"{record['original_loss']:.3f}",
+            "increase": _increase(record),
+            "KL": f"{record['kl']:.3f}",
+            "minutes": _minutes(record),
+            "memory": f"{record['peak_memory'] / 2**30:.1f} GiB",
             **_checked(check),
         }
 
@@ -80,8 +80,8 @@ def defaults(work: Workspace) -> Iterator[Row]:
 def inspect(work: Workspace) -> Iterator[Row]:
     """Which layers can spare KV heads."""
     work.fetch()
-    found = work.run("inspect", "inspect", GGUF, *work.texts, "--out", "inspection.html")
-    yield {"page": "inspection.html", "minutes": _minutes(found)}
+    record = work.run("inspect", "inspect", GGUF, *work.texts, "--out", "inspection.html")
+    yield {"page": "inspection.html", "minutes": _minutes(record)}
 
 
 def converted(work: Workspace, recipe: str) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def in_formats(
     for model, folder in models.items():
         for cache in formats:
             label = _file_name(f"{name} {model} {cache}")
-            found = work.run(label, "evaluate", folder, *options, "--cache-format", cache)
-            yield _in_format(model, cache, found["engine_cache"]["share"], found)
+            record = work.run(label, "evaluate", folder, *options, "--cache-format", cache)
+            yield _in_format(model, cache, record["engine_cache"]["share"], record)
 
 
 def formats(work: Workspace) -> Iterator[Row]:
@@ -184,8 +184,8 @@ def engine_caches(work: Workspace) -> Iterator[Row]:
     for number, (name, point) in enumerate(forms(work).items()):
         options = ["--engine", "llama.cpp", "--original", GGUF, "--cache-types", ENGINE_FORMATS]
         options += ["--sequence-length", length, "--eval-tokens", tokens, "--speed-tokens", "0"]
-        found = work.run(f"engine-caches-{_file_name(name)}", "evaluate", point["out"], *options)
-        for row in found["cache_types"]:
+        record = work.run(f"engine-caches-{_file_name(name)}", "evaluate", point["out"], *options)
+        for row in record["cache_types"]:
             if number > 0 and row["model"] == "original":
                 continue  # the same in each of the commands
             yield {
@@ -194,7 +194,7 @@ def engine_caches(work: Workspace) -> Iterator[Row]:
                 "KV bytes per token": f"{row['kv_bytes_per_token']:,.0f} ({row['share']:.1%})",
                 "loss": f"{row['loss']:.3f}",
                 "increase": _increase(row),
-                f"sequences of {length} in {found['memory'] / 2**30:g} GiB": f"{row['sequences']:,}",
+                f"sequences of {length} in {record['memory'] / 2**30:g} GiB": f"{row['sequences']:,}",
             }
 
 
@@ -203,8 +203,8 @@ def long_context(work: Workspace) -> Iterator[Row]:
     length = "128" if work.quick else "1024"
     for name, folder in chosen(work).items():
         options = [*beside_original(work), "--context-lengths", length]
-        found = work.run(f"context-{name}", "evaluate", folder, *options)
-        for model, lengths in found["long_context"]["recall"].items():
+        record = work.run(f"context-{name}", "evaluate", folder, *options)
+        for model, lengths in record["long_context"]["recall"].items():
             for context, depths in lengths.items():
                 yield {
                     "model": name if model == "checkpoint" else model,
@@ -221,8 +221,8 @@ def generations(work: Workspace) -> Iterator[Row]:
     prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for name, folder in chosen(work).items():
         options = [*beside_original(work), "--prompts", prompts.name]
-        found = work.run(f"generations-{name}", "evaluate", folder, *options)
-        for question, each in zip(PROMPTS, found["generations"], strict=False):
+        record = work.run(f"generations-{name}", "evaluate", folder, *options)
+        for question, each in zip(PROMPTS, record["generations"], strict=False):
             for model, text in each["texts"].items():
                 label = name if model == "checkpoint" else model
                 yield {"question": question, "model": label, "answer": _cell(text)}
@@ -234,12 +234,12 @@ def other_text(work: Workspace) -> Iterator[Row]:
         raise Unavailable("no text was named; name one with TEXT=..., e.g. the test file of WikiText-2")
     for name, folder in chosen(work).items():
         options = [*beside_original(work), "--eval-data", work.text]
-        found = work.run(f"text-{name}", "evaluate", folder, *options)
+        record = work.run(f"text-{name}", "evaluate", folder, *options)
         yield {
             "model": name,
-            "perplexity of the original": f"{found['original_perplexity']:.2f}",
-            "perplexity": f"{found['perplexity']:.2f}",
-            "increase": _increase(found),
+            "perplexity of the original": f"{record['original_perplexity']:.2f}",
+            "perplexity": f"{record['perplexity']:.2f}",
+            "increase": _increase(record),
         }
 
 
@@ -270,13 +270,13 @@ def calibration(work: Workspace) -> Iterator[Row]:
         ("calibrated-both", "both, half and half", work.mixed(other), 1),
     ):
         rows.append((label, times, calibrated(work, name, source, times), name))
-    for label, times, found, name in rows:
-        measured = work.run(f"text-{name}", "evaluate", found["out"], *beside_original(work), "--eval-data", text)
+    for label, times, record, name in rows:
+        measured = work.run(f"text-{name}", "evaluate", record["out"], *beside_original(work), "--eval-data", text)
         yield {
             "calibrated on": label,
             "tokens": f"{times * work.tokens:,}",
-            "increase on the built-in text": _increase(found),
-            "KL on it": f"{found['kl']:.3f}",
+            "increase on the built-in text": _increase(record),
+            "KL on it": f"{record['kl']:.3f}",
             "increase on the other text": _increase(measured),
             "KL on that": f"{measured['kl']:.3f}",
         }
@@ -293,8 +293,8 @@ def other_formats(work: Workspace) -> Iterator[Row]:
     ):
         model = f"{recipe} {float(ratio):.0%}"
         models[model] = calibrated(work, name, other, 4, recipe, ratio)["out"]
-        found = work.run(_file_name(f"other {model} f16"), "evaluate", models[model], *options)
-        yield _in_format(model, "f16", found["kv_ratio"], found)
+        record = work.run(_file_name(f"other {model} f16"), "evaluate", models[model], *options)
+        yield _in_format(model, "f16", record["kv_ratio"], record)
     yield from in_formats(work, "other", models, options)
 
 
@@ -307,14 +307,14 @@ def finetune(work: Workspace) -> Iterator[Row]:
     tuned = "half-finetuned"
     work.run(tuned, "finetune", "--model", half, "--original", GGUF, *options, "--out", tuned)
     for label, folder in (("converted", half), (f"{steps} steps of 4 x 512 tokens", tuned)):
-        found = work.run(f"text-{folder}", "evaluate", folder, *beside_original(work), "--eval-data", text)
+        record = work.run(f"text-{folder}", "evaluate", folder, *beside_original(work), "--eval-data", text)
         yield {
             "headfold_layers": label,
-            "KV cache": f"{found['kv_ratio']:.1%}",
-            "perplexity of the original": f"{found['original_perplexity']:.2f}",
-            "perplexity": f"{found['perplexity']:.2f}",
-            "increase": _increase(found),
-            "KL": f"{found['kl']:.3f}",
+            "KV cache": f"{record['kv_ratio']:.1%}",
+            "perplexity of the original": f"{record['original_perplexity']:.2f}",
+            "perplexity": f"{record['perplexity']:.2f}",
+            "increase": _increase(record),
+            "KL": f"{record['kl']:.3f}",
         }
 
 
@@ -329,8 +329,8 @@ def search(work: Workspace) -> Iterator[Row]:
     words = [config, f"model.path={work.folder / GGUF}", f"storage={work.folder / 'search'}"]
     begun = (work.folder / "search" / "smollm2" / "search.yaml").is_file()
     resume = ["--resume"] if begun else []
-    found = work.run("search", "search", *words, *(small if work.quick else []), *resume)
-    for trial in found["trials"]:
+    record = work.run("search", "search", *words, *(small if work.quick else []), *resume)
+    for trial in record["trials"]:
         first, last = trial["rungs"][0], trial["rungs"][-1]
         yield {
             "recipe": trial["recipe"],
@@ -340,16 +340,16 @@ def search(work: Workspace) -> Iterator[Row]:
             "steps": str(last["step"]),
             "status": trial["status"],
         }
-    for model in found["promoted"]:
+    for model in record["promoted"]:
         if model.get("loss") is None:
             continue
         yield {
             "recipe": f"{model['recipe']}, promoted",
             "KV cache": f"{model['kv_ratio']:.1%}",
             "untrained": "",
-            "trained": f"{model['loss'] - found['original_loss']:+.3f}",
+            "trained": f"{model['loss'] - record['original_loss']:+.3f}",
             "steps": str(model.get("step", "")),
-            "status": f"the whole search: {_minutes(found)} minutes",
+            "status": f"the whole search: {_minutes(record)} minutes",
         }
 
 
@@ -414,8 +414,8 @@ def _increase(record: Mapping[str, Any]) -> str:
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    record = list(values)
+    return sum(record) / len(record)
 
 
 def _speeds(ratios: Mapping[str, Any]) -> list[float]:

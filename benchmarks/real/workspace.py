@@ -25,7 +25,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Unavailable(Exception):
-    """What cannot be measured here, and why."""
+    """A measurement that is not possible here, with the reason."""
 
 
 class CommandError(Exception):
@@ -34,7 +34,7 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where the commands run.
+    """Folder and settings of the commands.
 
     Attributes:
         folder: Some 3 GB in the end.
@@ -73,7 +73,7 @@ class Workspace:
     def mixed(self, source: str) -> str:
         """Write documents of the built-in text and of another, as many characters of both, and return the file.
 
-        A document of the one that is behind follows, so that any beginning of the file has both.
+        The next document is taken from the shorter one, so that any beginning of the file has both.
         """
         file = self.folder / "mixed.jsonl"
         streams = [resolve(name).documents("train", "text", 0) for name in (BUILTIN, source)]

@@ -15,16 +15,26 @@ def main() -> None:
     parser.add_argument("--scheduler", default="front")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--no-mlflow", action="store_true")
-    given = parser.parse_args()
-    if given.what == "halving":
+    arguments = parser.parse_args()
+    if arguments.what == "halving":
         from benchmarks.simulation.comparing import report
 
-        print(report(given.seeds))
+        print(report(arguments.seeds))
         return
     from benchmarks.simulation.scale import simulate, table
 
     with tempfile.TemporaryDirectory(prefix="headfold-simulation-") as folder:
-        print(table(simulate(Path(folder), given.trials, given.workers, given.scheduler, mlflow=not given.no_mlflow)))
+        print(
+            table(
+                simulate(
+                    Path(folder),
+                    arguments.trials,
+                    arguments.workers,
+                    arguments.scheduler,
+                    mlflow=not arguments.no_mlflow,
+                )
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Every rule sees the same candidates in the same order on the same number of workers. Tokens are those that trials were
 trained on; the untrained rung costs none. At any moment the front is that of all trials at their last measured loss.
-Hypervolume: of (loss, KV bytes a token), up to the loss and the bytes of the worst recorded trial, in shares of what
-all trials run to the end would reach.
+Hypervolume: of (loss, KV bytes per token), up to the loss and the bytes of the worst recorded trial, as shares of the
+hypervolume of all trials run to the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RULES = ("front, epsilon-net", "front, crowding", "budget brackets", "weighted s
 
 @dataclass
 class Run:
-    """Of one rule on one set of candidates: tokens spent after each report, and the hypervolume then."""
+    """A run of one rule on one set of candidates: tokens spent after each report, and the hypervolume then."""
 
     tokens: list[int]
     volume: list[float]
@@ -70,25 +70,25 @@ def weighted(rule: str, loss: float, kv_bytes: float) -> float:
 
 
 def run(rule: str, curves: Sequence[Curve], workers: int = 8) -> Run:
-    """Run a rule on candidates until none is left."""
+    """Run a rule on all candidates."""
     rungs = len(curves[0].rungs)
     trials = []
     for number, curve in enumerate(curves):
         losses: list[float | None] = [None if rung is None else rung[2] for rung in curve.rungs]
         config = {"recipe": curve.arm, "kv_ratio": curve.kv_ratio}
         trials.append(FakeTrial(f"t{number}", losses, config, curve.kv_bytes))
-    own = {trial.trial_id: curve for trial, curve in zip(trials, curves, strict=True)}
+    by_trial = {trial.trial_id: curve for trial, curve in zip(trials, curves, strict=True)}
 
     def seconds(trial: FakeTrial, rung: int) -> float:
-        found = own[trial.trial_id].rungs[rung]
-        return found[3] if found else 0.0
+        report = by_trial[trial.trial_id].rungs[rung]
+        return report[3] if report else 0.0
 
     def extra(trial: FakeTrial, loss: float) -> dict[str, float]:
         return {"weighted": weighted(rule, loss, trial.kv_bytes)} if rule.startswith("weighted") else {}
 
     tune = VirtualTune(scheduler(rule, rungs), trials, workers, seconds, extra=extra).run()
     reports = [(event[1], event[2]) for event in tune.events if event[0] == "report"]
-    return follow(reports, own, reference(), rungs)
+    return follow(reports, by_trial, reference(), rungs)
 
 
 def reference() -> tuple[float, float]:
@@ -96,14 +96,17 @@ def reference() -> tuple[float, float]:
 
 
 def follow(
-    reports: Sequence[tuple[FakeTrial, dict[str, Any]]], own: dict[str, Curve], corner: tuple[float, float], rungs: int
+    reports: Sequence[tuple[FakeTrial, dict[str, Any]]],
+    curves: dict[str, Curve],
+    corner: tuple[float, float],
+    rungs: int,
 ) -> Run:
     """Tokens and hypervolume after each report, in order."""
     last: dict[str, tuple[float, float]] = {}
     spent: dict[str, int] = {}
     tokens, volume, total = [], [], 0
     for trial, result in reports:
-        name, rung = trial.trial_id, own[trial.trial_id].rungs[result["rung"]]
+        name, rung = trial.trial_id, curves[trial.trial_id].rungs[result["rung"]]
         assert rung is not None
         total += rung[1] - spent.get(name, 0)
         spent[name], last[name] = rung[1], (result["loss"], trial.kv_bytes)
@@ -133,20 +136,20 @@ class Line:
 def compare(sets: Sequence[Sequence[Curve]], shares: Sequence[float] = SHARES) -> list[Line]:
     """Every rule on every set of candidates."""
     wholes = [run("to the end", curves) for curves in sets]
-    found = {rule: [run(rule, curves) for curves in sets] for rule in RULES}
-    return [_line(rule, runs, found[RULES[0]], wholes, shares) for rule, runs in found.items()]
+    by_rule = {rule: [run(rule, curves) for curves in sets] for rule in RULES}
+    return [_line(rule, runs, by_rule[RULES[0]], wholes, shares) for rule, runs in by_rule.items()]
 
 
 def _line(rule: str, runs: list[Run], firsts: list[Run], wholes: list[Run], shares: Sequence[float]) -> Line:
-    def shares_of(own: Sequence[Run], volume: Callable[[Run, int], float]) -> np.ndarray:
-        """Of a run's volume in that of all trials to the end; `volume` gets the number of tokens of those."""
-        return np.array([volume(r, w.tokens[-1]) / w.volume[-1] for r, w in zip(own, wholes, strict=True)])
+    def shares_of(measured: Sequence[Run], volume: Callable[[Run, int], float]) -> np.ndarray:
+        """Return shares of a run's volume in that of all trials to the end."""
+        return np.array([volume(r, w.tokens[-1]) / w.volume[-1] for r, w in zip(measured, wholes, strict=True)])
 
-    def at(own: Sequence[Run], share: float) -> np.ndarray:
-        return shares_of(own, lambda r, tokens: r.at(share * tokens))
+    def at(measured: Sequence[Run], share: float) -> np.ndarray:
+        return shares_of(measured, lambda r, tokens: r.at(share * tokens))
 
-    def means(own: Sequence[Run]) -> np.ndarray:
-        return shares_of(own, lambda r, tokens: r.mean(MEAN_UP_TO * tokens))
+    def means(measured: Sequence[Run]) -> np.ndarray:
+        return shares_of(measured, lambda r, tokens: r.mean(MEAN_UP_TO * tokens))
 
     ahead = means(firsts) - means(runs)
     error = float(ahead.std(ddof=1) / np.sqrt(len(ahead))) if len(ahead) > 1 else float("nan")
@@ -169,11 +172,12 @@ def shuffled(seed: int) -> list[Curve]:
 
 def report(seeds: int, generated_trials: int = 200) -> str:
     """The tables for the recorded curves in `seeds` orders, and for `seeds` sets of generated ones."""
-    own, parts = fit(), []
+    fitted, parts = fit(), []
     for title, sets in (
         (f"The {len(recorded())} recorded curves in {seeds} orders", [shuffled(seed) for seed in range(seeds)]),
         (
-            f"{generated_trials} generated curves (noise {own.noise:.3f}, spread {own.spread:.3f}), {seeds} seeds",
+            f"{generated_trials} generated curves (noise {fitted.noise:.3f}, spread {fitted.spread:.3f}), "
+            f"{seeds} seeds",
             [generated(generated_trials, seed) for seed in range(seeds)],
         ),
     ):

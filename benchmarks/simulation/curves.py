@@ -35,24 +35,24 @@ class Curve:
     rungs: tuple[tuple[int, int, float, float] | None, ...]
 
     def loss(self, rung: int) -> float:
-        found = self.rungs[rung]
-        return np.inf if found is None else found[2]
+        report = self.rungs[rung]
+        return np.inf if report is None else report[2]
 
 
 @cache
 def recorded() -> tuple[Curve, ...]:
-    found = []
+    reports = []
     records = json.loads(RECORDED.read_text(encoding="utf-8"))["curves"]
     steps = sorted({rung[0] for record in records for rung in record["rungs"]})
     for record in records:
         by_step = {rung[0]: tuple(rung) for rung in record["rungs"]}
-        found.append(
+        reports.append(
             Curve(
                 record["arm"], record["kv_ratio"], record["learning_rate"], record["seed"],
                 record["kv_bytes_per_token"], tuple(by_step.get(step) for step in steps),
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(reports)
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,17 @@ def fit() -> Fit:
 
 def generated(count: int, seed: int) -> list[Curve]:
     """`count` curves; the same for the same seed."""
-    generator, own = np.random.default_rng(seed), fit()
+    generator, fitted = np.random.default_rng(seed), fit()
     whole = [curve for curve in recorded() if None not in curve.rungs]
-    found = []
+    curves = []
     for number in range(count):
         base = whole[generator.integers(len(whole))]
-        shift = generator.normal(0, own.spread)
+        shift = generator.normal(0, fitted.spread)
         rungs = []
         for index, rung in enumerate(base.rungs):
             assert rung is not None
-            noise = generator.normal(0, own.noise) if index else 0.0
-            loss = own.floor + (rung[2] - own.floor) * float(np.exp(shift + noise))
+            noise = generator.normal(0, fitted.noise) if index else 0.0
+            loss = fitted.floor + (rung[2] - fitted.floor) * float(np.exp(shift + noise))
             rungs.append((rung[0], rung[1], loss, rung[3]))
-        found.append(Curve(base.arm, base.kv_ratio, base.learning_rate, number, base.kv_bytes, tuple(rungs)))
-    return found
+        curves.append(Curve(base.arm, base.kv_ratio, base.learning_rate, number, base.kv_bytes, tuple(rungs)))
+    return curves

@@ -29,7 +29,7 @@ FULL = 400
 
 @dataclass
 class Measured:
-    """Of a simulated search; `seconds` are CPU seconds of the driver.
+    """Measurements of a simulated search; `seconds` are CPU seconds of the driver.
 
     `windows`: (trials begun, CPU seconds, resident MiB, MLflow calls, events) at every `window` trials that were begun.
     """
@@ -50,13 +50,13 @@ class Measured:
         return 1.0 - self.busy / (self.virtual_seconds * self.workers)
 
     def per_trial(self) -> list[tuple[int, float]]:
-        """(trials begun, driver's CPU seconds a trial) of each window."""
+        """(trials begun, driver's CPU seconds per trial) of each window."""
         pairs = itertools.pairwise(self.windows)
         return [(b[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairs if b[0] > a[0]]
 
     def slope(self, after: int = 0) -> tuple[float, float, float]:
         """Straight line through the windows that begin at `after` trials or later, but for the first, in which
-        everything starts: mean seconds a trial, the change from the first of them to the last, its standard error."""
+        everything starts: mean seconds per trial, the change from the first of them to the last, its standard error."""
         points = [point for point in self.per_trial()[1:] if point[0] - self.window >= after]
         x, y = np.array([p[0] for p in points], float), np.array([p[1] for p in points])
         centred = x - x.mean()
@@ -74,13 +74,13 @@ class Counted:
         self._tracker, self._measured = tracker, measured
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._tracker, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self._tracker, name)
+        if not callable(attribute):
+            return attribute
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._measured.calls += 1
-            return found(*args, **kwargs)
+            return attribute(*args, **kwargs)
 
         return call
 
@@ -124,8 +124,8 @@ def _simulated(
     space, named = _space(trials)
     problem = SearchProblem(space, named, trials - len(named), seed)
     rungs = len(curves[0].rungs)
-    own = make_scheduler(scheduler, RungProblem(rungs, 2.0, ("gqa",), trials=trials))
-    own.slots.capacity = workers
+    scheduling = make_scheduler(scheduler, RungProblem(rungs, 2.0, ("gqa",), trials=trials))
+    scheduling.slots.capacity = workers
     sync = None
     if mlflow:
         counted: Any = Counted(Tracker.open(None, "simulation", folder), measured)
@@ -133,7 +133,7 @@ def _simulated(
     journal = Journal(folder / "journal.jsonl")
     journal.begin(rungs)
     log = SearchLog(journal, sync, trials, 2.346)
-    decided = JournaledScheduler(own, journal)
+    decided = JournaledScheduler(scheduling, journal)
     search = JournaledSearch(make_searcher("optuna", problem), decided, journal)
     experiment = Experiment(
         "simulation", _nothing, num_samples=trials, storage_path=str(folder / "tune"), resources_per_trial={"cpu": 1},
@@ -183,10 +183,10 @@ def _drive(controller: Any, actors: VirtualActors, log: Any, measured: Measured)
 
 
 def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], float]:
-    """What a trial reports at a rung, all facts included, and the seconds that it took there."""
-    found = curve.rungs[rung]
-    assert found is not None
-    step, tokens, loss, seconds = found
+    """Return the report of a trial at a rung, all facts included, and the seconds until then."""
+    report = curve.rungs[rung]
+    assert report is not None
+    step, tokens, loss, seconds = report
     before = curve.rungs[rung - 1] if rung else None
     facts = {
         "kv_bytes_per_token": int(8192 * kv_ratio), "cache_bytes_measured": int(2**21 * kv_ratio), "cache_tokens": 256,
@@ -203,8 +203,8 @@ def _report(curve: Curve, rung: int, kv_ratio: float) -> tuple[dict[str, Any], f
         "tokens": tokens,
         "rung": rung,
     }
-    taken = seconds if before is None or rung == 1 else seconds - before[3]
-    return {**facts, **first, **later, **scores, "seconds": seconds}, max(0.1, taken)
+    duration = seconds if before is None or rung == 1 else seconds - before[3]
+    return {**facts, **first, **later, **scores, "seconds": seconds}, max(0.1, duration)
 
 
 def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
@@ -222,7 +222,7 @@ def _space(trials: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _nothing(config: dict[str, Any]) -> None:
-    """What the trials would run."""
+    """Do nothing, instead of running a trial."""
 
 
 def _name(trial: Any) -> str:

@@ -1,4 +1,4 @@
-"""Ray's actors in virtual time: what Ray Tune's controller asks of them, and nothing that runs."""
+"""Ray's actors in virtual time: the interface for Ray Tune's controller, without any processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ START_SECONDS, RESET_SECONDS, SAVE_SECONDS = 4.0, 0.1, 0.01
 class VirtualActors:
     """Stands in for Ray's actor manager: the same calls, but time is virtual and nothing runs.
 
-    `report(trial_id, rung)`: what a trial reports there and the seconds it takes; None after its last rung. `busy`:
-    seconds of work so far, over all workers; `events`: how many things have happened.
+    `report(trial_id, rung)`: a trial's report there and the seconds it takes; None after its last rung. `busy`: seconds
+    of work, over all workers; `events`: number of events.
     """
 
     def __init__(self, report: Callable[[str, int], tuple[dict[str, Any], float] | None]) -> None:
@@ -29,7 +29,7 @@ class VirtualActors:
         self.events, self.busy = 0, 0.0
         self.now, self._since = 0.0, time.process_time()
 
-    # ---- what the controller asks -----------------------------------------------------------------------------
+    # ---- interface for the controller -------------------------------------------------------------------------
 
     @property
     def num_live_actors(self) -> int:
@@ -130,11 +130,11 @@ class VirtualActors:
         from ray.tune.result import RESULT_DUPLICATE
 
         rung = self._done.get(trial_id, 0)
-        found = self._report(trial_id, rung)
-        if found is None:
+        report = self._report(trial_id, rung)
+        if report is None:
             return {RESULT_DUPLICATE: True, "done": True}, 0.0
         self._done[trial_id] = rung + 1
-        result, seconds = found
+        result, seconds = report
         clock = {"training_iteration": rung + 1, "time_this_iter_s": seconds, "time_total_s": seconds, "done": False}
         return {**result, **clock, "timestamp": int(self.now)}, seconds
 
@@ -146,7 +146,7 @@ def _trial_of(config: dict[str, Any]) -> str:
 
 
 class _Handle:
-    """An actor's handle. Tune asks each that has started for what it fills in where a trial has no result yet."""
+    """An actor's handle. Tune requests from each started one the fields that a trial without result needs."""
 
     @property
     def get_auto_filled_metrics(self) -> _Handle:
@@ -162,4 +162,4 @@ class Classes:
 
 
 class Unlimited:
-    """A resource manager that is never asked: `VirtualActors` knows no resources, slots limit the trials."""
+    """A resource manager that is never called: `VirtualActors` has no resources, slots limit the trials."""

@@ -17,7 +17,7 @@ CONTINUE, PAUSE, STOP = TrialScheduler.CONTINUE, TrialScheduler.PAUSE, TrialSche
 
 @dataclass(eq=False)
 class FakeTrial:
-    """What a scheduler sees of a trial of Tune's. `curve`: the losses at the rungs that it reports; None: it skips.
+    """A trial of Tune's as a scheduler sees it. `curve`: the losses at the rungs that it reports; None: it skips.
     `first`: further values of its report at rung 0."""
 
     trial_id: str
@@ -25,12 +25,12 @@ class FakeTrial:
     config: dict[str, Any]
     kv_bytes: float
     status: str = Trial.PENDING
-    done: int = 0  # rungs behind it
+    done: int = 0  # completed rungs
     first: dict[str, Any] = field(default_factory=dict)
 
     def report(self, rung: int) -> dict[str, Any]:
-        told = {"loss": self.curve[rung], "kv_bytes_per_token": self.kv_bytes, "rung": rung}
-        return told | (self.first if rung == 0 else {})
+        result = {"loss": self.curve[rung], "kv_bytes_per_token": self.kv_bytes, "rung": rung}
+        return result | (self.first if rung == 0 else {})
 
     def set_status(self, status: str) -> None:
         self.status = status
@@ -44,7 +44,7 @@ def trial(number: int, curve: list[float | None], budget: float = 0.5, recipe: s
 @dataclass
 class VirtualTune:
     """`seconds(trial, rung)`: how long a trial takes to a rung. `extra(trial, loss)`: further values of its reports.
-    `jobs`: every (trial, rung) begun, in order; `events`: what the scheduler was told."""
+    `jobs`: every (trial, rung) begun, in order; `events`: the calls of the scheduler."""
 
     scheduler: RungScheduler
     waiting: list[FakeTrial]
@@ -62,7 +62,7 @@ class VirtualTune:
         self.scheduler.slots.capacity = self.workers
         self.trials, self.waiting = list(self.waiting), list(self.waiting)
 
-    # ---- what a scheduler asks of Tune's controller ---------------------------------------------------------------
+    # ---- interface of Tune's controller for a scheduler -----------------------------------------------------------
 
     @property
     def search_alg(self) -> VirtualTune:
@@ -80,7 +80,7 @@ class VirtualTune:
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def run(self, events: int = 10**6) -> VirtualTune:
-        """Until nothing is left to do, or for some reports."""
+        """Run until no trial remains, or for some reports."""
         while events > 0:
             self._start()
             if not self.running:
@@ -93,7 +93,7 @@ class VirtualTune:
         return self
 
     def _start(self) -> bool:
-        """Whether anything changed: a trial advanced, was begun or stopped."""
+        """Return whether anything changed: a trial advanced, was begun or stopped."""
         before = (len(self.running), len(self.jobs), sum(t.status == Trial.TERMINATED for t in self.trials))
         while (advanced := self.scheduler.choose_trial_to_run(self)) is not None:
             assert advanced.status == Trial.PAUSED
@@ -140,23 +140,23 @@ def told_again(tune: VirtualTune, scheduler: RungScheduler) -> VirtualTune:
     """A search after a kill: a fresh scheduler hears all events, then gets the unfinished trials."""
     back = VirtualTune(scheduler, tune.waiting, tune.workers, tune.seconds, tune.fails)
     back.trials, back.jobs, back.decisions, back.events = tune.trials, tune.jobs, tune.decisions, tune.events
-    for kind, own, *rest in tune.events:
-        seen = FakeTrial(own.trial_id, own.curve, own.config, own.kv_bytes, Trial.RUNNING)
+    for kind, trial, *rest in tune.events:
+        seen = FakeTrial(trial.trial_id, trial.curve, trial.config, trial.kv_bytes, Trial.RUNNING)
         if kind == "add":
             scheduler.on_trial_add(None, seen)
         elif kind == "report":
             assert scheduler.on_trial_result(None, seen, rest[0]) == rest[1]
         elif kind == "advance":
-            scheduler.advance(own.trial_id)
+            scheduler.advance(trial.trial_id)
         else:
             scheduler.on_trial_complete(None, seen, {})
-    for own in tune.trials:
-        if own not in tune.waiting and own.status in (Trial.RUNNING, Trial.PAUSED):
-            own.status = Trial.PAUSED if own.status == Trial.PAUSED else Trial.PENDING
-            scheduler.on_trial_add(back, own)
-            for rung in range(own.done if own.status == Trial.PENDING else 0):  # it reports from the beginning
-                if own.curve[rung] is not None and rung < len(own.curve) - 1:
-                    assert scheduler.on_trial_result(back, own, own.report(rung)) == CONTINUE
-            if own.status == Trial.PENDING:
-                back._begin(own)
+    for trial in tune.trials:
+        if trial not in tune.waiting and trial.status in (Trial.RUNNING, Trial.PAUSED):
+            trial.status = Trial.PAUSED if trial.status == Trial.PAUSED else Trial.PENDING
+            scheduler.on_trial_add(back, trial)
+            for rung in range(trial.done if trial.status == Trial.PENDING else 0):  # it reports from the beginning
+                if trial.curve[rung] is not None and rung < len(trial.curve) - 1:
+                    assert scheduler.on_trial_result(back, trial, trial.report(rung)) == CONTINUE
+            if trial.status == Trial.PENDING:
+                back._begin(trial)
     return back

@@ -1,6 +1,7 @@
 """An export target: multi-head attention, for software without shared heads. Its place: attention/io/targets/mha.py.
 
-Every query head gets a key and a value head of its own, so the cache grows to that of multi-head attention:
+Every query head gets a separate key and value head, so the cache grows to that of multi-head
+attention:
 `headfold export DIR --target mha --allow-larger-cache --out DIR2`.
 """
 
@@ -18,7 +19,7 @@ from attention.plan import AttentionPlan
 
 
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """As many KV heads as query heads, in every layer."""
+    """Allow as many KV heads as query heads, in every layer."""
     return EngineSupport.of([plan.num_heads] * plan.num_layers, plan.head_dim)
 
 

@@ -1,4 +1,4 @@
-"""A grouping: heads that lie equally far apart share. Its place: search_spaces/grouping/strided.py."""
+"""A grouping of heads at equal distances. Its place: search_spaces/grouping/strided.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from orchestrator.search.schedulers.problem import SCHEDULERS, RungProblem, Rung
 
 
 class MedianRule(RungScheduler):
-    """Stops a trial at a rung where its loss is above the median of all trials of its KV ratio so far."""
+    """Stops a trial at a rung where its loss is above the median of all trials of its KV ratio."""
 
     def __init__(self, problem: RungProblem) -> None:
         super().__init__(problem)

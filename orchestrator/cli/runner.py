@@ -36,8 +36,8 @@ def command(name: str, options: type, run: Callable[..., None], **more: Any) -> 
     """
 
     def verb(**values: Any) -> None:
-        own = {key: values.pop(key) for key in more}
-        run(options(**values), **own)
+        run_options = {key: values.pop(key) for key in more}
+        run(options(**values), **run_options)
 
     defaults = {field.name: field.default for field in fields(options)}
     parameters = [
@@ -108,9 +108,9 @@ def task_command(
     shared = {"dry_run": DryRun, "json": JsonFile} if dry_run else {"json": JsonFile}
     if estimates:
         shared["verbose"] = Verbose
-    own = option_types(options)
+    option_kinds = option_types(options)
     return command(
-        name, options, run, **{key: kind for key, kind in shared.items() if key not in own}
+        name, options, run, **{key: kind for key, kind in shared.items() if key not in option_kinds}
     )
 
 

@@ -1,7 +1,7 @@
 """Errors of the command line itself, in one message.
 
 That is an unknown verb or option, a missing or impossible value, or a package that the verb needs
-and this Python does not have. Typer prints three blocks, without the refused value.
+and that is not installed. Typer prints three blocks, without the refused value.
 """
 
 from __future__ import annotations

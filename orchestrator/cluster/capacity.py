@@ -71,8 +71,8 @@ def cluster_nodes() -> list[Nodes]:
 def addable_nodes() -> list[Nodes]:
     """Return the nodes that the autoscaler may still add.
 
-    Of each type, that is its maximum minus the present nodes, whatever Ray finds on those: a node
-    may have more `accelerator_type:` resources than its type states, and other CPUs.
+    For each type, that is its maximum minus the present nodes, whatever resources Ray finds on
+    those: a node may have more `accelerator_type:` resources than its type states, and other CPUs.
     """
     types = node_types()
     present: dict[str, list[Mapping[str, float]]] = {name: [] for name in types}
@@ -211,7 +211,7 @@ def search_concurrency(config: SearchConfig, nodes: Sequence[Nodes]) -> int:
 
 def _fit(nodes: Sequence[Nodes], demand: Demand, trials: int) -> bool:
     """Return whether the workers of so many trials fit, and the trials' own processes with them."""
-    free = _beside_workers(nodes, demand, trials)
+    free = _without_workers(nodes, demand, trials)
     if free is None:
         return False
     return not demand.process_cpus or slots(free, {"CPU": demand.process_cpus}) >= trials
@@ -226,11 +226,11 @@ def room_to_plan(nodes: Sequence[Nodes], demand: Demand, training: int, planning
         training: Trials with workers.
         planning: Tasks that plan.
     """
-    free = _beside_workers(nodes, demand, training)
+    free = _without_workers(nodes, demand, training)
     return free is not None and slots(free, demand.task.bundle) >= planning
 
 
-def _beside_workers(nodes: Sequence[Nodes], demand: Demand, trials: int) -> list[Nodes] | None:
+def _without_workers(nodes: Sequence[Nodes], demand: Demand, trials: int) -> list[Nodes] | None:
     """Return the nodes without what the workers of some trials take; None if they do not fit."""
     shape = resolve_strategy(demand.shape, nodes)
     if shape.strategy == "STRICT_PACK":
@@ -244,12 +244,12 @@ def _beside_workers(nodes: Sequence[Nodes], demand: Demand, trials: int) -> list
     for some in sorted(nodes, key=lambda some: some.resources.get("GPU", 0.0)):
         each = some.fits(bundle)
         full = min(some.count, left // each) if each else 0
-        taken = [(full, each)]
+        used_nodes = [(full, each)]
         rest = 0
         if full < some.count:
             rest = min(left - full * each, each)
-            taken += [(1, rest), (some.count - full - 1, 0)]
-        free += [Nodes(count, _without(some.resources, bundle, used)) for count, used in taken]
+            used_nodes += [(1, rest), (some.count - full - 1, 0)]
+        free += [Nodes(count, _without(some.resources, bundle, used)) for count, used in used_nodes]
         left -= full * each + rest
     return None if left else free
 
@@ -327,7 +327,7 @@ def describe_nodes(nodes: Sequence[Nodes]) -> str:
 
 
 class ConcurrencyLimit:
-    """How many trials fit the cluster as it is now, counted every few seconds: nodes come and go.
+    """Number of trials that fit the cluster now, counted every few seconds: nodes come and go.
 
     It is always at least one, which waits for workers until nodes come back.
     """

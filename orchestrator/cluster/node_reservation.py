@@ -50,7 +50,7 @@ class NodeReservations:
         self._request()
 
     def _request(self) -> None:
-        bundles = [bundle for held, _ in self._holds.values() for bundle in held]
+        bundles = [bundle for reserved, _ in self._holds.values() for bundle in reserved]
         if bundles != self._requested:
             request_bundles(bundles)
             self._requested = bundles

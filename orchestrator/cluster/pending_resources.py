@@ -1,4 +1,4 @@
-"""What a search waits for while nodes are slow to start.
+"""Resources that a search waits for while nodes are slow to start.
 
 Waiting is no failure until it exceeds the limit of the configuration.
 """

@@ -1,4 +1,4 @@
-"""Where the processes of a search run: what each requests from Ray, and how workers are placed."""
+"""Placement of the processes of a search: their resources in Ray, and their nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainers.settings import AUTO_STRATEGY, Shape, Strategy
 
 ACCELERATOR_PREFIX = "accelerator_type:"
 """Prefix of Ray's resource of nodes with such accelerators; each node has 1 of it."""
-_ACCELERATOR_AMOUNT = 0.001  # taken by what must run on such a node
+_ACCELERATOR_AMOUNT = 0.001  # requested by processes that must run on such a node
 _WAITING_CPUS = 0.05
 """CPUs of a trial's own process while a separate task plans and measures.
 
@@ -135,12 +135,12 @@ class Demand:
 
     @property
     def worker(self) -> ProcessResources:
-        """Of one worker."""
+        """The resources of one worker."""
         return ProcessResources.of_worker(self.shape)
 
     @property
     def task(self) -> ProcessResources:
-        """Of planning and measuring."""
+        """The resources of a task that plans and measures."""
         return ProcessResources(self.trial_cpus, self.trial_gpus, self.task_type)
 
     @property

@@ -130,7 +130,7 @@ def dispatch_training(
             return train_on_pool(pool, job, on_report)
         except PoolGone as error:
             logger.warning("%s; %s continues with its own workers", error, job.run_name)
-    if not job.shape.elastic:  # these lie where there is room for the next one
+    if not job.shape.elastic:  # elastic ones are placed where the next one has room
         strategy = resolve_strategy(job.shape, cluster_nodes()).strategy
         job = replace(job, placement_strategy=strategy)
     return cast(RungReport, run_training(job, callbacks=callbacks()))

@@ -85,7 +85,7 @@ def values() -> list[str]:
 
 def other_jobs_at_work() -> bool:
     """Return whether a job other than this process's runs, or has left a running actor."""
-    own = ray.get_runtime_context().get_job_id()
+    job_id = ray.get_runtime_context().get_job_id()
     table = state.state._connect_and_get_accessor().get_job_table(
         skip_submission_job_info_field=True, skip_is_running_tasks_field=True
     )
@@ -94,7 +94,7 @@ def other_jobs_at_work() -> bool:
     others = {
         job.job_id.hex(): job.is_dead
         for job in jobs
-        if job.job_id.hex() != own and not job.config.ray_namespace.startswith(_OF_RAY_ITSELF)
+        if job.job_id.hex() != job_id and not job.config.ray_namespace.startswith(_OF_RAY_ITSELF)
     }
     alive = state.actors(actor_state_name="ALIVE").values() if others else ()
     return not all(others.values()) or any(actor["JobID"] in others for actor in alive)
@@ -138,9 +138,9 @@ def autoscaling_config(gcs_address: str) -> dict[str, Any]:
     """Return the configuration of the autoscaler; empty if none runs.
 
     That is the file of `ray up` or `ray start --autoscaling-config`, under KubeRay the RayCluster
-    as its autoscaler reads it. It is known on the head node alone, and Ray has no interface for the
-    largest size of the cluster: its own `get_cluster_config` reads a table that nothing in the
-    open-source Ray fills.
+    as its autoscaler reads it. Only the head node has it, and Ray has no interface for the largest
+    size of the cluster: its own `get_cluster_config` reads a table that nothing in the open-source
+    Ray fills.
     """
     if gcs_address not in _configs:
         config: Any = _read_config(gcs_address)
@@ -153,7 +153,7 @@ def autoscaling_config(gcs_address: str) -> dict[str, Any]:
 
 
 _configs: dict[str, dict[str, Any]] = {}
-"""By address of a cluster, for which they are constant."""
+"""Configurations by address of a cluster, for which they are constant."""
 
 
 def ended_autoscaler() -> str | None:

@@ -75,7 +75,7 @@ def local_nodes() -> list[Nodes]:
 def starts_ray() -> bool:
     """Return whether a search would start Ray on this machine alone.
 
-    That takes longer than the checks that can be made before it.
+    Connecting takes longer than the checks that can be made before it.
     """
     import ray
 

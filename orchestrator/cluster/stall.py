@@ -124,14 +124,14 @@ def _processes(*states: str) -> str:
         actors: list[Any] = list_actors(detail=True, limit=1000, raise_on_missing_output=False)
     except (RayError, RayStateApiException, OSError):  # no dashboard
         return ""
-    found: Counter[str] = Counter()
+    waiting: Counter[str] = Counter()
     for task in tasks:
         if task.state in states and task.type == "NORMAL_TASK" and task.required_resources:
-            found[f"{task.name!r} ({_amounts(task.required_resources)})"] += 1
+            waiting[f"{task.name!r} ({_amounts(task.required_resources)})"] += 1
     for actor in actors:
         if actor.state in states and actor.required_resources:
-            found[f"{actor.class_name!r} ({_amounts(actor.required_resources)})"] += 1
-    return ", ".join(f"{count} x {name}" for name, count in found.most_common(_LISTED))
+            waiting[f"{actor.class_name!r} ({_amounts(actor.required_resources)})"] += 1
+    return ", ".join(f"{count} x {name}" for name, count in waiting.most_common(_LISTED))
 
 
 def _amounts(bundle: Mapping[str, float]) -> str:

@@ -1,8 +1,8 @@
 """Calls that actors take from a queue, as many actors as the cluster has room for.
 
 No call waits for another one; the caller determines their order. One actor can make all of them,
-and more actors make them sooner. So a queue needs no more accelerators at once than one actor has,
-whoever uses the others and however many nodes are lost meanwhile.
+and more actors finish sooner. So a queue needs no more accelerators at once than one actor has,
+even if others use the rest and nodes are lost meanwhile.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Pool:
     async def wait(self, number: int, seconds: float) -> LeaseEvent | None:
         """Return the next event of a lease; None if there is none for `seconds`."""
         lease = self.leases.get(number)
-        if lease is None:  # taken away, though its holder lives
+        if lease is None:  # withdrawn, though its holder lives
             return LeaseEvent(
                 error=f"nothing was heard from the trial for {self.lost_seconds:g} seconds, so its "
                 "workers were released"

@@ -1,4 +1,4 @@
-"""A configuration that compares papers' methods on a checkpoint of one's own, each at its best.
+"""A configuration that compares papers' methods on a user's checkpoint, each at its best.
 
 It is a grid: every arm at the same KV ratios and steps, with its own learning rates and the same
 seeds, and no trial is stopped early.
@@ -51,7 +51,7 @@ def compared_recipes(text: str) -> tuple[str, ...]:
 
 
 def refined(named: NamedRecipe) -> Recipe | None:
-    """Return a paper's conversion followed by our local fit, in place of a relaxation.
+    """Return a paper's conversion followed by our local fit, instead of a relaxation.
 
     None where the conversion cannot be refined, and for our own recipes.
     """

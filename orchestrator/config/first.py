@@ -124,9 +124,9 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 {self.resources()}"""
 
     about = "a first search"
-    """What the file is, in its first line."""
+    """Subject of the file, for its first line."""
     stopping = "reduction_factor: 2    # about a half continues at each"
-    """How trials are stopped early."""
+    """Settings of early stopping."""
     about_baseline = "never stopped early; what a promotion must beat"
 
     @property
@@ -146,7 +146,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def ending(self) -> str:
-        """What the name of the search ends with."""
+        """The ending of the search's name."""
         return "-smoke" if self.smoke else ""
 
     def candidates(self) -> str:
@@ -216,7 +216,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def steps(self) -> tuple[list[int], int]:
-        """Rungs, and steps of the promotion: few on the little text that comes along."""
+        """Rungs, and steps of the promotion: few on the little text that is bundled."""
         if self.smoke:
             return [0, SMOKE_STEPS], SMOKE_STEPS
         rungs, promoted = ([0, 20, 60], 60) if self.source in COMES_ALONG else ([0, 100, 400], 1000)
@@ -262,7 +262,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def trains_all_weights(self) -> bool:
-        """Whether all weights can be trained where it runs."""
+        """Whether all weights can be trained on the device."""
         return (
             not self.hardware.gpus
             or self._trained_bytes * self.parameters <= _MEMORY_SHARE * self.hardware.gpu_memory
@@ -270,12 +270,12 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def zero_stage(self) -> int:
-        """What DeepSpeed splits over workers."""
+        """The tensors that DeepSpeed splits over workers."""
         return 3 if self.hardware.gpus > 1 and self.parameters >= BILLION else 1
 
     @property
     def _trained_bytes(self) -> int:
-        """Of a trained parameter; gradients that are split are summed in float32."""
+        """Bytes of a trained parameter; gradients that are split are summed in float32."""
         return TRAINED + HALF * (self.zero_stage == 3)
 
     def training(self) -> str:
@@ -295,10 +295,10 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def distillation(self) -> str:
-        """Whether the original model teaches: wherever its weights fit next to the trained ones."""
+        """Whether the original model is the teacher: if its weights fit next to the trained."""
         room = _MEMORY_SHARE * self.hardware.gpu_memory
-        beside = (self._trained_bytes if self.trains_all_weights else HALF) + HALF
-        if self.hardware.gpus and beside * self.parameters > room:
+        bytes_per_parameter = (self._trained_bytes if self.trains_all_weights else HALF) + HALF
+        if self.hardware.gpus and bytes_per_parameter * self.parameters > room:
             return (
                 "distillation: none    # the original model does not fit together with the trained "
                 "one"
@@ -315,7 +315,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @staticmethod
     def quoted(text: str) -> str:
-        """As YAML takes any text."""
+        """Return any text as a YAML string."""
         return (
             text
             if re.fullmatch(r"[\w./-]+", text) and not text.startswith("-")

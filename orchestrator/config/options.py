@@ -1,4 +1,4 @@
-"""What the verbs take: every option once, with its type, default, bounds and help text.
+"""Options of all verbs: each defined once, with its type, default, bounds and help text.
 
 A verb has a frozen class of options, whose docstring is the verb's help. The command line is made
 from it (`orchestrator.cli.runner`), and so is the reference of the commands. Options that several
@@ -755,7 +755,7 @@ class RecipesOptions:
 class ExportOptions:
     """Write a checkpoint in a format that engines load.
 
-    Tells whether it is exact, and KV bytes before and after.
+    Reports whether it is exact, and KV bytes before and after.
     """
 
     checkpoint: Annotated[

@@ -203,7 +203,7 @@ class ResourcesSection(Section):
     """
 
     @model_validator(mode="after")
-    def _asked_for(self) -> ResourcesSection:
+    def _check_resources(self) -> ResourcesSection:
         if self.trial_gpus > 1 and self.trial_gpus % 1:
             raise ValueError(
                 f"trial_gpus must be a whole number, or a part of one GPU, got {self.trial_gpus:g}"
@@ -283,22 +283,22 @@ class SearchConfig(Section):
 
     @property
     def promotion_train(self) -> TrainSettings:
-        """How a promotion trains, but for what a recipe changes. Raises ConfigError."""
+        """The training settings of a promotion, before those of a recipe. Raises ConfigError."""
         merged = self.train.model_dump() | self.promotion.train
         return parse_section(TrainSettings, merged, where="promotion.train")
 
     @property
     def promotion_shape(self) -> Shape:
         """The workers of a promotion. Raises ConfigError."""
-        own, general = self.promotion.resources, self.resources
+        overrides, general = self.promotion.resources, self.resources
         return self.promotion_train.shape._replace(
-            accelerator_type=own.accelerator_type or general.accelerator_type,
-            strategy=own.placement_strategy or general.placement_strategy,
+            accelerator_type=overrides.accelerator_type or general.accelerator_type,
+            strategy=overrides.placement_strategy or general.placement_strategy,
         )
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """What the search makes small, under the names of its reports."""
+        """The objectives that the search minimises, under the names of its reports."""
         loss, size = OBJECTIVES
         names = (loss, PER_GPU if self.search.tensor_parallel > 1 else size)
         return names if self.search.decode_context_length is None else (*names, DECODE)
@@ -309,7 +309,7 @@ class SearchConfig(Section):
 
     @property
     def arms(self) -> list[ArmSection]:
-        """What runs, the baseline among it."""
+        """All arms of the search, including the baseline."""
         recipes, baseline = self.search.recipes, self.search.baseline
         return (
             recipes
@@ -352,7 +352,7 @@ def read_search_config(path: str | Path, overrides: Iterable[str] = ()) -> Searc
 
 
 def _check_relative(model: str, file: Path) -> None:
-    """Raise ConfigError for a model that is a folder only from where the file lies."""
+    """Raise ConfigError for a model that is a folder only relative to the file's folder."""
     name = Path(model).expanduser()
     if name.is_absolute() or name.exists():
         return

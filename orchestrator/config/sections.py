@@ -131,7 +131,7 @@ class ModelSection(Section):
     def with_folders(self, **folders: str) -> ModelSection:
         """Return the same section opened from other folders (`path`, `teacher`): plain copies.
 
-        What is saved of it in files still names the sources.
+        Its form that is saved in files still names the sources.
         """
         sources = {
             key: str(getattr(self, key))

@@ -38,7 +38,8 @@ from search_spaces.recipes import choice
 from search_spaces.recipes.recipe import Recipe
 
 _FULL_FIT = 0.5
-"""What a full fit leaves of the loss that heads have after a short one (benchmarks/LOG.md)."""
+"""Share of the loss increase after a short fit that remains after a full one
+(benchmarks/LOG.md)."""
 _FORMAT_ENGINES = {"llama.cpp": LLAMA_CPP, "vllm": VLLM}
 
 
@@ -68,10 +69,10 @@ class CacheChoice:
                 loss = f"loss increase {number(increase, '+.4f')}"
             if (heads := one["heads_loss_increase"]) is not None:
                 loss += f" ({number(heads, '+.4f')} in 16 bits)"
-            taken = one["cache_format"] == self.option.pair.name and (
+            chosen = one["cache_format"] == self.option.pair.name and (
                 one["recipe"] == (self.recipe and self.recipe.name)
             )
-            lines.append(f"  {one['cache_format']:9}  {words:45} {loss}{'  <- taken' * taken}")
+            lines.append(f"  {one['cache_format']:9}  {words:45} {loss}{'  <- taken' * chosen}")
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -79,12 +80,12 @@ def _by_budget(
     recipe: Recipe, options: Sequence[CacheOption], geometry: HeadGeometry
 ) -> dict[Fraction, CacheOption]:
     """Return the format of most bytes for each number of heads that some format leaves room for."""
-    found: dict[Fraction, CacheOption] = {}
+    by_budget: dict[Fraction, CacheOption] = {}
     for option in options:
         if option.kv_ratio < 1:
             with contextlib.suppress(ValueError):  # no plan has so few heads
-                found[nearest_budget(recipe, option.kv_ratio, geometry)] = option
-    return found
+                by_budget[nearest_budget(recipe, option.kv_ratio, geometry)] = option
+    return by_budget
 
 
 def choose_cache(
@@ -92,9 +93,9 @@ def choose_cache(
 ) -> CacheChoice:
     """Compare cache formats with the heads that each leaves room for, and return the best.
 
-    Each by what it is expected to lose with a full fit. Begun with the format of fewest bytes,
-    which leaves room for most heads. Fewer heads lose more, in any format: where those before them
-    lose more than the best combination, they are left out.
+    Each is rated by its expected loss with a full fit, beginning with the format of fewest bytes,
+    which leaves room for most heads. Fewer heads lose more, in any format: once the previous ones
+    lose more than the best combination, the rest is skipped.
 
     Args:
         store: The checkpoint, calibrated for all of the recipes.
@@ -175,7 +176,7 @@ class EngineBudget:
     """A cache size in engine bytes, and what it can be spent on.
 
     Attributes:
-        shares: Of the bytes of the checkpoint's cache in 16 bits, as requested.
+        shares: Requested shares of the bytes of the checkpoint's cache in 16 bits.
         options: Cache formats with the heads that the first of them leaves room for; one option a
             share where the format is named.
         automatic: Whether the format is to be chosen.
@@ -219,7 +220,7 @@ class EngineBudget:
             )
         name = _FORMAT_ENGINES[engine] if engine else pair.engines[0] if pair else LLAMA_CPP
         try:
-            found = [
+            candidates = [
                 option
                 for share in shares
                 for option in cache_options(checkpoint.plan, name, share, pair)
@@ -227,7 +228,7 @@ class EngineBudget:
         except CacheFormatError as error:
             raise ConfigError(f"cache_format: {error}") from None
         # A named format is one option a share
-        for share, option in () if automatic else zip(shares, found, strict=True):
+        for share, option in () if automatic else zip(shares, candidates, strict=True):
             if option.kv_ratio >= 1:
                 raise ConfigError(
                     f"kv_bytes: nothing to convert: all heads in {option.pair.name} take "
@@ -235,12 +236,12 @@ class EngineBudget:
                     f"serve the checkpoint as it is by {name} {option.pair.flags(name)}, or give "
                     "less"
                 )
-        return cls(tuple(shares), tuple(found), automatic)
+        return cls(tuple(shares), tuple(candidates), automatic)
 
     def kv_ratios(self, recipe: Recipe, geometry: HeadGeometry) -> list[float]:
-        """Return the shares of the KV heads that are left room for.
+        """Return the shares of the KV heads that fit the remaining bytes.
 
-        Of those to choose from only what a plan of the recipe meets, and less than all.
+        Only shares that a plan of the recipe meets are considered, and less than all.
         """
         ratios = [option.kv_ratio for option in self.options]
         if not self.automatic:

@@ -64,8 +64,8 @@ SHARED_BYTES = 2**30
 """Bytes of all layers' exact statistics from which on Ray actors share the pass, since their start
 is worth it then, and from which on a line says how the mixed moments are stored."""
 PARTS = 8
-"""Parts that the sequences of a shared pass are split into, whatever the number of actors: their
-sums are added in the order of the parts, so that the statistics do not depend on that number."""
+"""Parts that the sequences of a shared pass are split into, for any number of actors: their sums
+are added in the order of the parts, so that the statistics do not depend on that number."""
 _LAYERS_AHEAD = 2
 """Layers of which parts may be there before the first of them is merged: the bound of memory."""
 
@@ -249,7 +249,7 @@ def _counted(layers: Iterable[_T], progress: ProgressStage) -> Iterator[_T]:
 def choose_mixed(geometry: HeadGeometry, tokens: int, free: float) -> Mixed:
     """Return how to store the mixed moments where so many bytes of disk or memory are free.
 
-    Of large statistics a line on stderr reports it.
+    Large statistics are reported in a line on stderr.
     """
     mixed = most_exact(geometry, tokens, FREE_SHARE * (free or math.inf))
     exact = geometry.num_layers * layer_bytes(geometry, tokens, MIXED[0])

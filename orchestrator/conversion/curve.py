@@ -38,7 +38,7 @@ _SHARED = (
 )
 """Keys that the points of one call have in common."""
 _CHECKED = ("model", "recipe", "original_loss", "original_perplexity")
-"""Of these, what `check_curve` or SAME_LOSS has compared."""
+"""Those of them that `check_curve` or SAME_LOSS has compared."""
 SAME_LOSS = 1e-4  # nats per token, between two measurements of one model
 
 
@@ -115,10 +115,10 @@ def _point(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_to_curve(out: str | Path, record: ConversionRecord) -> None:
-    """Write a point to `curve.json`, beside those of earlier calls whose checkpoints are there.
+    """Write a point to `curve.json`, with those of earlier calls whose checkpoints exist.
 
-    Earlier points that were measured otherwise (other texts, another seed or dtype) cannot be on
-    one curve: they are left out, with a note on stderr; their checkpoints stay.
+    Earlier points with other measurements (other texts, another seed or dtype) cannot be on one
+    curve: they are left out, with a note on stderr; their checkpoints stay.
     """
     fields: Mapping[str, Any] = record
     file = Path(out) / CURVE

@@ -1,7 +1,7 @@
 """DHA's search phase for a search.
 
-It is measured once per seed on the cluster, kept in the cache, and read by every trial. A file is
-named by the digest of all that the distances depend on.
+It is measured once per seed on the cluster, cached, and read by every trial. A file is named by the
+digest of all that the distances depend on.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Legend: L layers, C calibration sequences of T tokens, D model dim.
 
-Three passes over the checkpoint, one layer in memory at a time: up and down again for the metric of
-each layer's output (`attention.io.layers.metrics`), then up once more, where each layer is
-calibrated and its loss increases are estimated. The results lie in the layer folder as
-`metric-*.safetensors` and `curves.json`; a killed plan goes on from them.
+Three passes over the checkpoint, one layer in memory at a time: forward and backward for the metric
+of each layer's output (`attention.io.layers.metrics`), then forward once more, where each layer is
+calibrated and its loss increases are estimated. The results are stored in the layer folder as
+`metric-*.safetensors` and `curves.json`, from which a killed plan resumes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from search_spaces.planning.planner import site_generators
 
 
 class LayerCurves(TypedDict):
-    """An entry of `curves.json`: the points of a layer, and the work of the fits behind them."""
+    """An entry of `curves.json`: the points of a layer, and the work of its fits."""
 
     points: dict[str, list[Any]]
     work: FitWorkRecord

@@ -4,9 +4,9 @@ Legend: N sequences of T tokens, the first C of them for calibration, the others
 loss; D model dim.
 
 The hidden states of all sequences, in the original and in the converted model, are carried from
-layer to layer, and each finished layer is written as a shard. Beside the result lies
-`.NAME.layerwise` until it is complete (`orchestrator.conversion.layer_folder`); the same command
-run again goes on from there.
+layer to layer, and each finished layer is written as a shard. Until the result is complete, its
+state is in `.NAME.layerwise` next to it (`orchestrator.conversion.layer_folder`); the same command
+run again resumes from there.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class DiskStore(LayerStore[LayerFolder]):
 
     @contextmanager
     def opened(self, kv_ratio: float, out: Path | None, overwrite: bool) -> Iterator[None]:
-        """Open the layer folder beside `out`, and say what is left there if the body fails."""
+        """Open the layer folder next to `out`, and report its state if the body fails."""
         assert out is not None  # see `run`
         with parents_made(out):
             identity = self._identity(kv_ratio)
@@ -235,7 +235,7 @@ class DiskStore(LayerStore[LayerFolder]):
 
     @cached_property
     def _rounds(self) -> bool:
-        """Whether what lies outside of the layers is rounded when it is written."""
+        """Whether weights outside of the layers are rounded when they are written."""
         request = self.request
         names = stored_outer_names(request.config)
         return not self.source.weights.holds_only(names, request.written)
@@ -397,7 +397,7 @@ def held_out_losses(
     """Return held-out losses and KL in nats per token, summed in float64 as in `evaluate`.
 
     Args:
-        original_head: What lies above the last layer of the original.
+        original_head: The modules above the last layer of the original.
         converted_head: The same of the converted model.
         streams: What leaves the last layers.
         tokens: `[N, T]`.

@@ -102,7 +102,7 @@ def _why_not_layerwise(request: ConversionRequest) -> str:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What a run of `convert` will take, and whether it is in memory or layer by layer.
+    """The resources of a run of `convert`, and whether it is in memory or layer by layer.
 
     Attributes:
         points: The estimate of each KV ratio.
@@ -141,7 +141,7 @@ class RunEstimate:
 
     @property
     def total(self) -> Estimate:
-        """What all of it takes, done one conversion after the other."""
+        """The resources of all conversions, done one after the other."""
         total = sum(
             (point.layer_by_layer if self.layerwise else point.in_memory for point in self.points),
             Estimate(),
@@ -179,7 +179,7 @@ class RunEstimate:
             )
         disk = total.disk + total.scratch
         free = math.inf if self.folder is None else disk_free(self.folder)
-        # Nothing is free where nothing can be written, which has a message of its own
+        # Where nothing can be written the free space is 0, which has a separate message
         if 0 < free < disk:
             raise ConfigError(
                 f"out: the result does not fit: it takes about {gib(disk)}, and {gib(free)} are "

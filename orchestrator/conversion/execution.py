@@ -1,4 +1,4 @@
-"""How a recipe is carried out on a model, whole or a window of it, and what that costs."""
+"""Apply a recipe to a model, whole or a window of it, and count the cost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def convert_and_refine(
 ) -> tuple[PreTrainedModel, list[FitWork]]:
     """Return the model of a context, converted to `plan` and refined, and the work of its fits.
 
-    What lies outside of attention is in the memory of the context's model, so neither may be
+    Parameters outside of attention share memory with the context's model, so neither may be
     trained.
     """
     if context.model is None:
@@ -124,9 +124,9 @@ def relaxation_start(
 ) -> PreTrainedModel:
     """Return the model that a relaxation towards `plan` starts from.
 
-    Its logits are unchanged, its heads aligned as the recipe says. Every query head has a key and a
-    value head of its own, whatever the checkpoint shares. It is to be written: what lies outside of
-    attention is `model`'s memory.
+    Its logits are unchanged, its heads aligned as the recipe says. Every query head has a separate
+    key and value head, even where the checkpoint shares them. It is only for writing: parameters
+    outside of attention share `model`'s memory.
     """
     geometry = geometry_of(model.config)
     align = ALIGNMENT.get(recipe.alignment)

@@ -59,9 +59,9 @@ class BudgetRecord(TypedDict):
 
 
 class RecipeEntry(TypedDict):
-    """One recipe at one KV ratio before any training: what `convert` gives.
+    """One recipe at one KV ratio before any training: the result of `convert`.
 
-    Where the recipe is to make fewer steps of local fit (`fit_steps`) than `convert` makes
+    Where the recipe makes fewer steps of local fit (`fit_steps`) than `convert`
     (`fit_steps_of_convert`), the loss is higher.
     """
 
@@ -100,11 +100,11 @@ class InspectionRecord(OriginalFacts):
     parameters: int
     kv_bytes_per_token: int
     sensitivity: list[Mapping[str, Any]]
-    """Of each layer and side the loss increases by head count, when only that site is fused."""
+    """Loss increases of each layer and side by head count, when only that site is fused."""
     similarity: list[Mapping[str, Any]]
     """Mean cosines of the stored heads of a layer, `raw` and `aligned`, `[U, U]`."""
     redundancy: list[Mapping[str, Any]]
-    """Of each layer the mean linear CKA of pairs of query heads, of stored key and value heads."""
+    """Mean linear CKA of pairs of query heads, of stored key and value heads, in each layer."""
     budgets: list[BudgetRecord]
     cache_formats: list[FormatRecord]
     """The checkpoint as it is, with its cache in the formats of engines."""
@@ -290,7 +290,7 @@ def _plans_and_curves(
     for key, point in points.items():
         layer, _, site = key.partition("/")
         side, _, count = site.partition("/")
-        if layer.isdigit():  # whole plans have points of their own
+        if layer.isdigit():  # whole plans have separate points
             curves[int(layer)][side][count] = point.increase
     return plans, [
         {side: dict(sorted(curve.items(), key=_head_count)) for side, curve in sides.items()}

@@ -1,4 +1,4 @@
-"""The folder of a conversion layer by layer, from which a killed one goes on.
+"""The folder of a conversion layer by layer, from which a killed one resumes.
 
 Legend: N sequences of T tokens, D model dim.
 """
@@ -131,16 +131,16 @@ class LayerFolder:
 
     @property
     def is_planning(self) -> bool:
-        """Whether there are parts of a plan (`orchestrator.conversion.disk_planning`)."""
+        """Whether parts of a plan exist (`orchestrator.conversion.disk_planning`)."""
         return (self.folder / CURVES).is_file() or any(self.folder.glob("metric-*.safetensors"))
 
     @property
     def work(self) -> list[FitWork]:
-        """Of the fits of the finished layers."""
+        """The work of the fits of the finished layers."""
         return [FitWork(**fit["work"]) for layer in self.layers for fit in layer["fits"]]
 
     def save_seconds(self, phases: Phases) -> None:
-        """Write the seconds so far."""
+        """Write the elapsed seconds."""
         self.seconds = dict(phases)
         self._write()
 
@@ -167,7 +167,7 @@ class LayerFolder:
             tensors: Its weights by their names in the whole model.
             streams: What leaves it.
             layers: Number of layers of the model.
-            phases: Seconds so far.
+            phases: Elapsed seconds.
         """
         write_shard(shard_path(self.result, self.reached + 1, layers), tensors)
         before = self._streams()
@@ -185,7 +185,7 @@ class LayerFolder:
         """Remove the folder if it has neither a finished layer nor a plan.
 
         Returns:
-            What is left, in words.
+            The state of the folder, in words.
         """
         state = check_layer_folder(self.folder)
         layers = len(state["layers"]) if state else 0

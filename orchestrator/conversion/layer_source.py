@@ -57,7 +57,7 @@ def _value(recipe: Recipe, name: str) -> Any:
 
 
 class LayerSource:
-    """The layers of a checkpoint on disk, each a model of its own (`attention.io.layers.windows`).
+    """The layers of a checkpoint on disk, each a separate model (`attention.io.layers.windows`).
 
     Attributes:
         request: The conversion.

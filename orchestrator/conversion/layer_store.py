@@ -1,11 +1,11 @@
 """The steps of a conversion, written once against a store of the checkpoint's layers.
 
 A store has all layers in memory (`MemoryStore`), or one at a time from disk (`DiskStore`), where a
-killed conversion goes on. What is done with a layer is the same code for both, since a window of
-one layer is a model: `make_plan` or its parts by layer, `convert_with`, `refine_with`. How a step
-goes through the layers is the store's, since parts of a recipe that compare or run all layers, and
-several KV ratios from one calibration, need the whole model, while bounded memory needs a layer to
-be calibrated, planned, fused and fitted before the next one is read.
+killed conversion can be resumed. Operations on a layer are the same code for both, since a window
+of one layer is a model: `make_plan` or its parts by layer, `convert_with`, `refine_with`. The store
+decides how a step goes through the layers, since parts of a recipe that compare or run all layers,
+and several KV ratios from one calibration, need the whole model, while bounded memory needs a layer
+to be calibrated, planned, fused and fitted before the next one is read.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LayerStore(ABC, Generic[LayersT]):
 
     @abstractmethod
     def measure(self, layers: LayersT) -> Mapping[str, Any]:
-        """Return fields of the record: held-out losses beside the original's, and cache bytes."""
+        """Return fields of the record: held-out losses, those of the original, and cache bytes."""
 
     @abstractmethod
     def write(

@@ -143,9 +143,9 @@ class MemoryStore(LayerStore[PreTrainedModel]):
 
     def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> FormatRecord:
         """Return what a converted model loses with its cache in the formats of an engine."""
-        held = with_engine_heads(layers)
-        with engine_cache(held, pair):
-            scored = evaluate(held, self.texts.held_out)
+        engine_model = with_engine_heads(layers)
+        with engine_cache(engine_model, pair):
+            scored = evaluate(engine_model, self.texts.held_out)
         compared = scored.compared(self.original_evaluation)
         return {
             **format_record(pair, plan_of(layers), self.request.checkpoint.plan),
@@ -154,7 +154,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         }
 
     def compare(self, model: PreTrainedModel) -> Mapping[str, Any]:
-        """Return held-out loss and KL of a converted model, beside the original's."""
+        """Return held-out loss and KL of a converted model, and the original's loss."""
         scored = evaluate(model, self.texts.held_out, teacher=self.teacher)
         comparison = scored.compared(self.original_evaluation)
         return {"loss": scored.loss, "kl": scored.kl, **comparison, **scored.noted}

@@ -17,7 +17,7 @@ class CombinationRecord(TypedDict):
 
     cache_format: str
     recipe: str | None
-    """None: the checkpoint as it is."""
+    """None: the checkpoint unchanged."""
     kv_ratio: float
     """Share of the KV heads."""
     loss_increase: float | None
@@ -71,7 +71,7 @@ class ConversionPoint(TypedDict):
     perplexity: float
     notes: NotRequired[list[str]]
     kv_ratio: float
-    """The share of the checkpoint's own KV cache that is used."""
+    """The used share of the checkpoint's KV cache."""
     kv_ratio_asked: float
     """The share that was requested."""
     ceiling: str
@@ -92,7 +92,7 @@ class ConversionPoint(TypedDict):
     compared_recipes: NotRequired[dict[str, float]]
     """Loss increase by a short fit of each recipe that `auto` chose from."""
     mixed_moments: NotRequired[str]
-    """How the mixed moments of the statistics were kept."""
+    """The storage format of the mixed moments of the statistics."""
     layerwise: NotRequired[bool]
     fits: NotRequired[list[FitRecord]]
     """The local fits of a conversion layer by layer."""
@@ -101,13 +101,13 @@ class ConversionPoint(TypedDict):
     peak_memory: int
     """The most bytes that the process had resident."""
     format: NotRequired[str]
-    """Of what was saved: `stock` or `headfold`."""
+    """Format of the saved checkpoint: `stock` or `headfold`."""
     loads_in: NotRequired[list[str]]
     """Software that loads it."""
     format_note: NotRequired[str]
     padding: NotRequired[Mapping[str, Any]]
     out: str | None
-    """Where it was saved."""
+    """Folder of the saved checkpoint."""
     seconds: dict[str, float]
     """Seconds by phase."""
 
@@ -128,7 +128,7 @@ class OriginalFacts(TypedDict):
 
 
 class ConversionFacts(OriginalFacts):
-    """What the conversions of one run have in common."""
+    """Fields that the conversions of one run share."""
 
     seed: int
     dtype: str

@@ -94,7 +94,7 @@ def requested_ratios(
     default: Sequence[float] = (),
     key: str = "model",
 ) -> list[float]:
-    """Return the shares of the checkpoint's own KV cache that the options request.
+    """Return the shares of the checkpoint's KV cache that the options request.
 
     Only config.json is read, and that only for heads and bytes.
 
@@ -123,7 +123,7 @@ def requested_ratios(
     if kv_heads is None:
         if kv_ratio is None and not default:
             raise ConfigError(f"kv_ratio: expected {RATIOS}, {HEADS} or {SIZES}, got none of them")
-        if kv_ratio is None:  # those that any plan can meet
+        if kv_ratio is None:  # shares that any plan can meet
             stored = checkpoints.open_checkpoint(model, key, weights=False).geometry.num_kv_heads
             return [ratio for ratio in default if ratio * stored >= 1] or list(default)
         example = "a share like 0.5 or 50%, or a list like 0.5,0.25"
@@ -154,19 +154,19 @@ def _ratios_of_bytes(
     source = checkpoints.open_checkpoint(model, key, weights=False)
     geometry = source.geometry
     dtype = checkpoints.written_dtype(source, dtype)
-    own = own_bytes(geometry, dtype)
+    checkpoint_bytes = own_bytes(geometry, dtype)
 
     def share(part: str) -> float:
         size = re.fullmatch(r"([0-9.]+) ?(B|KiB|MiB|)", part)
         if size is None or (not size[2] and float(size[1]) <= 1):
             return parse_share(part)
-        return float(size[1]) * BYTES_OF[size[2]] / own
+        return float(size[1]) * BYTES_OF[size[2]] / checkpoint_bytes
 
     example = "a share like 0.5 or 50%, or bytes per token like 24KiB or 24576"
     ratios = parse_list(text, share, "kv_bytes", example)
     if (largest := max(ratios)) >= 1:
         raise ConfigError(
-            f"kv_bytes: got {text!r}, {round(largest * own):,} bytes per token; "
+            f"kv_bytes: got {text!r}, {round(largest * checkpoint_bytes):,} bytes per token; "
             f"{own_cache(geometry, dtype)}: give less"
         )
     return ratios
@@ -216,7 +216,7 @@ class ConversionRequest:
     Attributes:
         checkpoint: What is converted.
         recipe: How.
-        kv_ratios: Requested shares of the checkpoint's own KV cache, each a ceiling (see `budget`).
+        kv_ratios: Requested shares of the checkpoint's KV cache, each a ceiling (see `budget`).
         tokenizer: That of the checkpoint; None where only the config was checked.
         dtype: Name of the dtype of what is written.
         options: The options of the verb.
@@ -250,7 +250,7 @@ class ConversionRequest:
         Args:
             checkpoint: What is converted.
             recipe: How.
-            kv_ratios: Shares of the checkpoint's own KV cache.
+            kv_ratios: Shares of the checkpoint's KV cache.
             options: Texts, dtype, device.
             key: The option by which the user has named the checkpoint.
             config_only: Whether there need be neither weights nor a tokenizer.
@@ -389,7 +389,7 @@ class ConversionRequest:
             return checkpoints.load_working(self.checkpoint, self.dtype, self.device)
 
     def note(self) -> dict[str, Any]:
-        """Return what is written beside the weights of the converted checkpoint."""
+        """Return the content of the note in the folder of the converted checkpoint."""
         heads = own_heads(self.geometry)
         return {
             "recipe": self.recipe.to_dict(),

@@ -38,7 +38,7 @@ _WIDE_RECIPE = "headfold_wide"
 
 
 class ShortFits:
-    """What conversions with a short fit lose on a sample of the held-out text."""
+    """Loss increases of conversions with a short fit, on a sample of the held-out text."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -101,14 +101,14 @@ def equal_budgets(
     geometry = checkpoint.geometry
     first, *others = recipes
     budget = nearest_budget(first, kv_ratio, geometry)
-    found = [first]
+    equal = [first]
     for other in others:
         try:
             if nearest_budget(other, kv_ratio, geometry) >= budget:
-                found.append(other)
+                equal.append(other)
         except ValueError:  # no plan has so few heads
             continue
-    return found
+    return equal
 
 
 def best_by_short_fit(

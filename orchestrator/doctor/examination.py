@@ -1,7 +1,7 @@
 """The checks of `headfold doctor`, one after the other; none takes longer than it may.
 
-What can hang (a collective, a store, a mounted folder) runs in a process of its own, which is ended
-when its time is over. A check that fails, however it does, leaves the others as they are.
+Operations that can hang (a collective, a store, a mounted folder) run in a separate process, which
+is ended when its time is over. A failing check does not affect the others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _LOCAL_STORE = "doctor-mlflow"
 
 @dataclass
 class Examination:
-    """One examination of the cluster that this process is connected to.
+    """An examination of the cluster that this process is connected to.
 
     Attributes:
         config: What is to run here; None to try what there is.
@@ -95,8 +95,8 @@ class Examination:
     def run(self, only: Sequence[str] = ()) -> Iterator[Finding]:
         """Make the checks, or some of them, and yield what they come to as it comes.
 
-        What a check needs of another (the nodes, a folder) is done in any case, and yields where
-        it fails.
+        The requirements of a check (the nodes, a folder) are established in any case, and yield
+        where that fails.
         """
         names = [name for name in ALL_CHECKS if not only or name in only]
         try:
@@ -126,18 +126,20 @@ class Examination:
                     [Finding(name, "failed", str(error), TOO_SLOW.get(name, judgement.SILENT))]
                 )
             except Exception as error:
-                said = reason(error, redact)
-                if not isinstance(error, ValueError):  # ours, with the remedy in it
-                    said = f"{type(error).__name__}: {said}"
-                result.append([Finding(name, "failed", said, REMEDIES.get(name, judgement.SILENT))])
+                summary = reason(error, redact)
+                if not isinstance(error, ValueError):  # our own errors contain the remedy
+                    summary = f"{type(error).__name__}: {summary}"
+                result.append(
+                    [Finding(name, "failed", summary, REMEDIES.get(name, judgement.SILENT))]
+                )
 
         # The file system of the storage, or Ray itself, may never answer this process either
         thread = threading.Thread(target=work, name=f"doctor-{name}", daemon=True)
         thread.start()
         thread.join(1.5 * self.seconds + 5)
         if not result:
-            said = f"no answer within {1.5 * self.seconds + 5:g} s"
-            return [Finding(name, "failed", said, TOO_SLOW.get(name, judgement.SILENT))]
+            summary = f"no answer within {1.5 * self.seconds + 5:g} s"
+            return [Finding(name, "failed", summary, TOO_SLOW.get(name, judgement.SILENT))]
         return result[0]
 
     def _clean(self) -> None:
@@ -150,7 +152,7 @@ class Examination:
 
     @property
     def device(self) -> str:
-        """What the workers compute on."""
+        """The device of the workers."""
         if self.config is not None:
             return self.config.train.shape.device
         return "cuda" if any(facts["gpus"] for facts in self.facts.values()) else "cpu"
@@ -169,7 +171,7 @@ class Examination:
 
     @property
     def settings(self) -> TrainSettings:
-        """How the trials train."""
+        """The training settings of the trials."""
         if self.config is not None:
             return self.config.train
         return TrainSettings(zero_stage=3, dtype="bfloat16")
@@ -192,9 +194,9 @@ class Examination:
             self.needs = _needs(self.config, max(1, parallel))
         except ConfigError as error:
             findings.append(Finding("config", "failed", str(error), REMEDIES["config"]))
-        said = f"{self.config.name}: room for {parallel} trial(s) at a time"
+        summary = f"{self.config.name}: room for {parallel} trial(s) at a time"
         status = "ok" if parallel else "skipped"
-        return [*findings, Finding("config", status, said, numbers={"trials": parallel})]
+        return [*findings, Finding("config", status, summary, numbers={"trials": parallel})]
 
     def check_nodes(self) -> list[Finding]:
         """Wait for the nodes that the workers need, and look at each."""
@@ -209,18 +211,18 @@ class Examination:
                 waits_for = "" if self.room else describe_pending(Demand.of(self.config))
                 remove_placement_group(group)
             if not self.room:
-                said = f"no room for the workers within {self.seconds:g} s"
-                said += f": waits for {waits_for}" if waits_for else ""
-                findings.append(Finding("nodes", "failed", said, REMEDIES["nodes"]))
+                summary = f"no room for the workers within {self.seconds:g} s"
+                summary += f": waits for {waits_for}" if waits_for else ""
+                findings.append(Finding("nodes", "failed", summary, REMEDIES["nodes"]))
         self.nodes = alive_nodes()
         answers = call_on_nodes(probes.node_facts, nodes=self.nodes, seconds=self.seconds)
         self.facts = {name: a for name, a in answers.items() if not isinstance(a, Exception)}
         findings += silent("nodes", answers)
         cpus = sum(node.resources.get("CPU", 0.0) for node in self.nodes)
         gpus = sum(node.gpus for node in self.nodes)
-        said = f"{len(self.nodes)} node(s) up, with {cpus:g} CPU and {gpus} GPU"
+        summary = f"{len(self.nodes)} node(s) up, with {cpus:g} CPU and {gpus} GPU"
         numbers = {"nodes": len(self.nodes), "cpus": cpus, "gpus": gpus}
-        return [*findings, Finding("nodes", "ok", said, numbers=numbers)]
+        return [*findings, Finding("nodes", "ok", summary, numbers=numbers)]
 
     def check_devices(self) -> list[Finding]:
         """Compare the GPUs that Ray counts with those that the driver shows."""
@@ -244,8 +246,8 @@ class Examination:
             try:
                 offsets[node.name] = _offset(actor, deadline)
             except Exception as error:
-                said = NoAnswerError(f"no clock within {self.seconds:g} s: {reason(error)}")
-                findings += silent("clocks", {node.name: said})
+                summary = NoAnswerError(f"no clock within {self.seconds:g} s: {reason(error)}")
+                findings += silent("clocks", {node.name: summary})
             finally:
                 ray.kill(actor)
         return [*findings, *judgement.judge_clocks(offsets)]
@@ -318,8 +320,8 @@ class Examination:
             base.mkdir()
         took = call(probes.log_to_store, uri, str(base), node=self.nodes[0], seconds=self.seconds)
         where = redact(uri or default_uri(storage_path(self.storage)))
-        said = f"a run was logged in {took:.1f} s, to {where}"
-        return [Finding("mlflow", "ok", said, numbers={"seconds": took})]
+        summary = f"a run was logged in {took:.1f} s, to {where}"
+        return [Finding("mlflow", "ok", summary, numbers={"seconds": took})]
 
     def check_attention(self) -> list[Finding]:
         """See which kernel of SDPA a training step takes on each node that would train."""
@@ -379,13 +381,13 @@ class Examination:
             node=self.nodes[0],
             seconds=self.seconds,
         )
-        said = (
+        summary = (
             f"one ZeRO 3 step in {self.settings.dtype}, {self.shape.workers} worker(s): loss "
             f"{facts['loss']:.2f}, {facts['seconds']:.1f} s and {facts['start_seconds']:.1f} s to "
             "start and end"
         )
         numbers = {"seconds": facts["seconds"], "start_seconds": facts["start_seconds"]}
-        return [Finding("training", "ok", said, numbers=numbers)]
+        return [Finding("training", "ok", summary, numbers=numbers)]
 
 
 ALL_CHECKS: dict[str, Callable[[Examination], list[Finding]]] = dict(
@@ -434,7 +436,7 @@ REMEDIES = {
     ),
     "training": "run it alone with `headfold doctor --only training`; the workers' logs say more",
 }
-"""What to do where a check raises."""
+"""Remedies where a check raises."""
 TOO_SLOW = {
     "shared-storage": "the mount hangs: check the file server, and its security group",
     "storage": "the mount hangs or is very slow: check the file server's throughput",
@@ -443,7 +445,7 @@ TOO_SLOW = {
     "all-reduce": f"a collective hangs: {REMEDIES['all-reduce']}",
     "training": "it hangs where the all-reduce did not: see the workers' logs; --seconds waits",
 }
-"""What to do where a check does not end."""
+"""Remedies where a check does not end."""
 
 
 def _offset(actor: Any, deadline: float) -> tuple[float, float]:

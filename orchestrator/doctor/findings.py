@@ -1,4 +1,4 @@
-"""What a check of `headfold doctor` comes to."""
+"""Results of a check of `headfold doctor`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FindingRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """A line of the report.
 
     Attributes:
         check: Name of the check.
@@ -67,6 +67,6 @@ class DoctorRecord(TypedDict):
     seconds: float
     nodes: list[str]
     workers: str
-    """What the workers that were tried are: number, devices, how they lie on nodes."""
+    """The workers that were tried: number, devices, placement on nodes."""
     storage: str
     findings: list[FindingRecord]

@@ -1,4 +1,4 @@
-"""What the measurements of `headfold doctor` mean: where a line is red, and what to do about it."""
+"""Interpret the measurements of `headfold doctor`: when a line is red, and its remedy."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CLOCK_LIMIT = 5.0
 """Seconds between the clocks of two nodes. Records of one search are written by several nodes; a
 signed request to S3 is refused from 15 minutes on."""
 DISK_LIMIT = 0.95
-"""Of the disk of a node's scratch folder, from which on Ray makes no more objects there."""
+"""Used share of the disk of a node's scratch folder above which Ray creates no objects there."""
 MEGA = 1e6
 SLOW_STORAGE = 100 * MEGA
-"""Bytes a second, below which checkpoints of large models are a trouble."""
+"""Bytes per second, below which checkpoints of large models are a problem."""
 CHECKPOINT_SHARE = 0.1
 CHECKPOINT_LIMIT = 0.5
 """Share of the time between two checkpoints that it takes to write one."""
 SLOW_LINK = {"one host": 10e9, "several hosts": 2.5e9}
-"""Bytes a second of NCCL's bus bandwidth, below which ZeRO 3 waits for its collectives."""
+"""Bytes per second of NCCL's bus bandwidth, below which ZeRO 3 waits for its collectives."""
 SILENT = "see the node's log (`ray logs`), and whether the node is overloaded or about to leave"
 
 
 class ConfigFacts(NamedTuple):
-    """What a configuration asks of storage and nodes.
+    """Requirements of a configuration on storage and nodes.
 
     Attributes:
         weights_bytes: Of the model on the hub, 0 for a folder.
@@ -55,8 +55,8 @@ def silent(check: str, answers: Mapping[str, object]) -> list[Finding]:
         if isinstance(answer, NoAnswerError):
             findings.append(Finding(check, "failed", f"{name}: {answer}", SILENT))
         elif isinstance(answer, Exception):
-            said = f"{name}: {type(answer).__name__}: {answer}"
-            findings.append(Finding(check, "failed", said, SILENT))
+            summary = f"{name}: {type(answer).__name__}: {answer}"
+            findings.append(Finding(check, "failed", summary, SILENT))
     return findings
 
 
@@ -100,9 +100,9 @@ def judge_devices(
             remedy = "memory of GPUs is in use: see nvidia-smi for whose process that is"
         findings.append(Finding("devices", status, seen, remedy, {"gpus": len(gpus)}))
     if len(drivers) > 1:
-        said = "; ".join(f"{name}: {', '.join(set(where))}" for name, where in drivers.items())
+        summary = "; ".join(f"{name}: {', '.join(set(where))}" for name, where in drivers.items())
         remedy = "install one driver on all nodes: NCCL across different ones is not supported well"
-        findings.append(Finding("devices", "warning", f"drivers differ: {said}", remedy))
+        findings.append(Finding("devices", "warning", f"drivers differ: {summary}", remedy))
     return findings
 
 
@@ -115,12 +115,12 @@ def judge_versions(facts: Mapping[str, NodeFacts]) -> list[Finding]:
         for name in names:
             where[facts[name]["versions"][package]].append(name)
         if len(where) > 1:
-            said = "; ".join(f"{version} on {', '.join(on)}" for version, on in where.items())
+            summary = "; ".join(f"{version} on {', '.join(on)}" for version, on in where.items())
             remedy = (
                 "start all nodes from one image or with one lock file "
                 "(deploy/requirements.lock); a Ray job brings the code along (--working-dir .)"
             )
-            findings.append(Finding("versions", "failed", f"{package} differs: {said}", remedy))
+            findings.append(Finding("versions", "failed", f"{package} differs: {summary}", remedy))
     if findings or not facts:
         return findings
     versions = facts[names[0]]["versions"]
@@ -140,14 +140,14 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
         if least > CLOCK_WARNING:
             status = "failed" if least > CLOCK_LIMIT else "warning"
             remedy = "run a time service on every node (chrony; the clouds have their own servers)"
-            said = f"{name}: {offset:+.1f} s from the driver's clock (within {error:.2f} s)"
-            findings.append(Finding("clocks", status, said, remedy, {"seconds": offset}))
+            summary = f"{name}: {offset:+.1f} s from the driver's clock (within {error:.2f} s)"
+            findings.append(Finding("clocks", status, summary, remedy, {"seconds": offset}))
     if findings:
         return findings
     largest = max((abs(offset) for offset, _ in offsets.values()), default=0.0)
     error = max((error for _, error in offsets.values()), default=0.0)
-    said = f"{len(offsets)} node(s) within {largest + error:.2f} s of the driver's clock"
-    return [Finding("clocks", "ok", said, numbers={"seconds": largest})]
+    summary = f"{len(offsets)} node(s) within {largest + error:.2f} s of the driver's clock"
+    return [Finding("clocks", "ok", summary, numbers={"seconds": largest})]
 
 
 def judge_disks(
@@ -165,25 +165,25 @@ def judge_disks(
         scratch, cache = node["disks"]["scratch"], node["disks"]["hub cache"]
         used = 1 - scratch["free"] / max(1, scratch["total"])
         if used > DISK_LIMIT:
-            said = f"{name}: {used:.0%} of the disk of {scratch['folder']} is used"
+            summary = f"{name}: {used:.0%} of the disk of {scratch['folder']} is used"
             remedy = "free it, or give the node a larger disk: Ray makes no objects beyond 95 %"
-            findings.append(Finding("disk", "failed", said, remedy))
+            findings.append(Finding("disk", "failed", summary, remedy))
         if config is not None and config.weights_bytes > cache["free"]:
-            said = (
+            summary = (
                 f"{name}: {gib(cache['free'])} free for the hub's cache ({cache['folder']}), and "
                 f"the model has {gib(config.weights_bytes)}"
             )
             remedy = "set HF_HOME of the nodes to a folder with room, best one that all share"
-            findings.append(Finding("disk", "failed", said, remedy))
+            findings.append(Finding("disk", "failed", summary, remedy))
     if config is not None and config.shortage:
         remedy = "make room, or make the search smaller as it says"
         findings.append(Finding("disk", "failed", config.shortage, remedy))
     if findings or not facts:
         return findings
     least = min(node["disks"]["scratch"]["free"] for node in facts.values())
-    said = f"at least {gib(least)} free on every node"
-    said += "" if free is None else f", {gib(free)} at the storage"
-    return [Finding("disk", "ok", said, numbers={"scratch_bytes": least})]
+    summary = f"at least {gib(least)} free on every node"
+    summary += "" if free is None else f", {gib(free)} at the storage"
+    return [Finding("disk", "ok", summary, numbers={"scratch_bytes": least})]
 
 
 def judge_visibility(
@@ -196,15 +196,15 @@ def judge_visibility(
         seen: The marks that each node has seen there, by name of the node.
         arrived: Nodes whose own mark the driver has seen.
     """
-    lost = [name for name in seen if "driver" not in seen[name] or name not in arrived]
-    if not lost:
+    unreachable = [name for name in seen if "driver" not in seen[name] or name not in arrived]
+    if not unreachable:
         return [Finding("shared-storage", "ok", f"{folder} is the same on {len(seen)} node(s)")]
-    said = f"{folder} on {', '.join(lost)} is another folder than the driver's"
+    summary = f"{folder} on {', '.join(unreachable)} is another folder than the driver's"
     remedy = (
         "mount one file system there on every node (NFS, EFS, Filestore, a volume of "
         "Kubernetes), or name a folder that is shared"
     )
-    return [Finding("shared-storage", "failed", said, remedy)]
+    return [Finding("shared-storage", "failed", summary, remedy)]
 
 
 def judge_rates(rates: Mapping[str, StorageRates], config: ConfigFacts | None) -> list[Finding]:
@@ -214,7 +214,7 @@ def judge_rates(rates: Mapping[str, StorageRates], config: ConfigFacts | None) -
     write = sum(one["written"] / max(1e-9, one["write_seconds"]) for one in rates.values())
     read = sum(one["written"] / max(1e-9, one["read_seconds"]) for one in rates.values())
     numbers = {"write_bytes_per_second": write, "read_bytes_per_second": read}
-    said = f"{write / MEGA:.0f} MB/s written, {read / MEGA:.0f} MB/s read, {len(rates)} node(s)"
+    summary = f"{write / MEGA:.0f} MB/s written, {read / MEGA:.0f} MB/s read, {len(rates)} node(s)"
     remedy = (
         "use storage with more throughput (EFS: elastic or provisioned; Filestore: a higher tier; "
         "a parallel file system; an address such as s3://), or write fewer checkpoints "
@@ -223,10 +223,10 @@ def judge_rates(rates: Mapping[str, StorageRates], config: ConfigFacts | None) -
     if config is None:
         slow = write < SLOW_STORAGE
         status = "warning" if slow else "ok"
-        return [Finding("storage", status, said, remedy if slow else "", numbers)]
+        return [Finding("storage", status, summary, remedy if slow else "", numbers)]
     seconds = config.checkpoint_bytes / write
     share = seconds / (60 * config.checkpoint_minutes)
-    said += (
+    summary += (
         f"; a training checkpoint of {gib(config.checkpoint_bytes)} takes {duration(seconds)}, "
         f"every {config.checkpoint_minutes:g} min"
     )
@@ -234,7 +234,7 @@ def judge_rates(rates: Mapping[str, StorageRates], config: ConfigFacts | None) -
     if share > CHECKPOINT_SHARE:
         status = "failed" if share > CHECKPOINT_LIMIT else "warning"
     numbers["checkpoint_seconds"] = seconds
-    return [Finding("storage", status, said, "" if status == "ok" else remedy, numbers)]
+    return [Finding("storage", status, summary, "" if status == "ok" else remedy, numbers)]
 
 
 def judge_hub(facts: Mapping[str, HubFacts], wanted: Sequence[str]) -> list[Finding]:
@@ -250,19 +250,19 @@ def judge_hub(facts: Mapping[str, HubFacts], wanted: Sequence[str]) -> list[Find
         for repository, why in hub["missing"].items():
             problems[repository, why].append(name)
     for (repository, why), where in problems.items():
-        said = f"{repository}: {why} (on {', '.join(where)})"
-        findings.append(Finding("hub", "failed", said, _hub_remedy(repository, why)))
+        summary = f"{repository}: {why} (on {', '.join(where)})"
+        findings.append(Finding("hub", "failed", summary, _hub_remedy(repository, why)))
     if findings or not facts:
         return findings
     tokens = sum(hub["token"] for hub in facts.values())
     offline = sum(not hub["reachable"] for hub in facts.values())
-    said = "reachable" if not offline else f"offline on {offline} of {len(facts)} node(s)"
-    said += f"; token on {tokens} of {len(facts)} node(s)"
+    summary = "reachable" if not offline else f"offline on {offline} of {len(facts)} node(s)"
+    summary += f"; token on {tokens} of {len(facts)} node(s)"
     if wanted:
-        said += f"; {', '.join(wanted)}: can be read"
+        summary += f"; {', '.join(wanted)}: can be read"
     else:
-        said += "; nothing is needed from it"
-    return [Finding("hub", "ok", said, numbers={"tokens": tokens})]
+        summary += "; nothing is needed from it"
+    return [Finding("hub", "ok", summary, numbers={"tokens": tokens})]
 
 
 def _hub_remedy(repository: str, why: str) -> str:
@@ -292,7 +292,7 @@ def judge_attention(facts: Mapping[str, AttentionFacts], dtype: str) -> list[Fin
         where[one["device"], one["kernel"]].append(name)
     for (device, kernel), names in where.items():
         time = max(facts[name]["milliseconds"] for name in names)
-        said = f"{device}: {kernel} in {dtype} ({', '.join(names)})"
+        summary = f"{device}: {kernel} in {dtype} ({', '.join(names)})"
         status, remedy = "ok", ""
         if kernel in ("math", "none") and device != "CPU":
             status = "failed"
@@ -303,19 +303,19 @@ def judge_attention(facts: Mapping[str, AttentionFacts], dtype: str) -> list[Fin
         elif kernel == "memory-efficient":
             status, remedy = "warning", "flash attention takes train.dtype=bfloat16, and head "
             remedy += "widths up to 256"
-        findings.append(Finding("attention", status, said, remedy, {"milliseconds": time}))
+        findings.append(Finding("attention", status, summary, remedy, {"milliseconds": time}))
     return findings
 
 
 def judge_reduce(facts: ReduceFacts) -> list[Finding]:
-    """Judge the bus bandwidth of an all-reduce: 2 (n - 1) / n of the bytes a second."""
+    """Judge the bus bandwidth of an all-reduce: 2 (n - 1) / n of the bytes per second."""
     workers = facts["workers"]
     hosts = "one host" if facts["hosts"] == 1 else "several hosts"
     backend = f"{facts['backend']} {facts['version']}".strip()
     if workers == 1:
         return [Finding("all-reduce", "ok", f"{backend}: one worker, nothing to reduce")]
     bandwidth = 2 * (workers - 1) / workers * facts["bytes"] / facts["seconds"]
-    said = (
+    summary = (
         f"{backend}: {bandwidth / 1e9:.2f} GB/s of bus bandwidth, {workers} workers on "
         f"{facts['hosts']} host(s), {facts['bytes'] / 2**20:.0f} MiB"
     )
@@ -326,5 +326,5 @@ def judge_reduce(facts: ReduceFacts) -> list[Finding]:
             "(resources.placement_strategy=STRICT_PACK), use nodes with NVLink, EFA or InfiniBand; "
             "NCCL_DEBUG=INFO says what NCCL uses"
         )
-        return [Finding("all-reduce", "warning", said, remedy, numbers)]
-    return [Finding("all-reduce", "ok", said, numbers=numbers)]
+        return [Finding("all-reduce", "warning", summary, remedy, numbers)]
+    return [Finding("all-reduce", "ok", summary, numbers=numbers)]

@@ -1,4 +1,4 @@
-"""What `headfold doctor` runs on a node: facts and measurements, judged elsewhere."""
+"""Facts and measurements that `headfold doctor` collects on a node; they are judged elsewhere."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class DiskFacts(TypedDict):
 
 
 class NodeFacts(TypedDict):
-    """What one node is."""
+    """Facts of one node."""
 
     versions: dict[str, str]
     gpus: list[GPUFacts]
     disks: dict[str, DiskFacts]
-    """Of the scratch folder ("scratch") and of the cache of the hub ("hub cache")."""
+    """Disks of the scratch folder ("scratch") and of the cache of the hub ("hub cache")."""
 
 
 def node_facts() -> NodeFacts:
@@ -80,7 +80,7 @@ def _code_digest() -> str:
 
 
 def _gpus() -> list[GPUFacts]:
-    """Return the GPUs of the machine, whatever this process may see of them."""
+    """Return the GPUs of the machine, even those hidden from this process."""
     if (command := shutil.which("nvidia-smi")) is None:
         return []
     words = [command, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits"]
@@ -114,10 +114,10 @@ def _disk(folder: Path) -> DiskFacts:
 
 
 class Clock:
-    """An actor that tells the time of its node.
+    """An actor that returns the time of its node.
 
-    It is here and not beside its use: a sick node may be unable to import the libraries of other
-    modules.
+    It is defined here and not where it is used: a sick node may be unable to import the libraries
+    of other modules.
     """
 
     def now(self) -> float:
@@ -158,7 +158,7 @@ class StorageRates(TypedDict):
 
 
 def storage_rates(location: str, size: int) -> StorageRates:
-    """Write a file and read it back, as training checkpoints are; nothing is left.
+    """Write a file and read it back, as training checkpoints are, then remove it.
 
     The file is on the disk, or at the address, before the time to write it ends, and out of this
     node's memory before it is read.
@@ -236,7 +236,7 @@ class HubFacts(TypedDict):
     missing: dict[str, str]
     """Why what a configuration needs cannot be had, by its name on the hub."""
     cached: list[str]
-    """What of it this node has a copy of."""
+    """The files of it that this node has cached."""
 
 
 def hub_facts(models: Sequence[str], datasets: Sequence[str]) -> HubFacts:
@@ -319,7 +319,7 @@ class AttentionFacts(TypedDict):
     device: str
     kernel: str
     milliseconds: float
-    """Of forward and backward of one layer."""
+    """Time of forward and backward of one layer."""
 
 
 def attention_facts(device: str, dtype: str, head_dim: int, length: int) -> AttentionFacts:

@@ -1,4 +1,4 @@
-"""What `headfold doctor` has a group of training workers do: reduce a tensor, and take one step.
+"""Test of training workers for `headfold doctor`: reduce a tensor, and take one step.
 
 The step goes the way of every training: a checkpoint in the storage, a job, Ray Train, DeepSpeed's
 ZeRO 3, the training checkpoint and the finished weights. Only the model is small.
@@ -25,7 +25,7 @@ _HEAD_DIM = 64
 _LENGTH = 128
 _LAYERS = 2
 REDUCED_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
-"""Of the tensor that all workers sum, by device."""
+"""Size of the tensor that all workers sum, by device."""
 
 
 class ReduceFacts(TypedDict):
@@ -38,15 +38,15 @@ class ReduceFacts(TypedDict):
     seconds: float
     """The median time of one."""
     version: str
-    """Of NCCL; empty for gloo."""
+    """Version of NCCL; empty for gloo."""
 
 
 class StepFacts(TypedDict):
-    """One step of a training."""
+    """Facts of one step of a training."""
 
     loss: float
     seconds: float
-    """Of the whole job, without the start of its processes."""
+    """Time of the whole job, without the start of its processes."""
     start_seconds: float
     """Until the job was done, less these."""
 
@@ -60,8 +60,8 @@ def _start_in(seconds: float) -> None:
 def all_reduce(shape: Shape, run_name: str, storage_path: str, seconds: float) -> ReduceFacts:
     """Sum a tensor over the workers of a shape, and return how long that takes.
 
-    To be called in a process of its own, which can be ended: a collective that hangs does not end
-    by itself.
+    Call it in a separate process, which can be ended: a collective that hangs does not end by
+    itself.
     """
     _start_in(seconds)
     resolved = resolve_strategy(shape, cluster_nodes())
@@ -114,7 +114,7 @@ def training_step(shape: Shape, settings: TrainSettings, folder: str, seconds: f
     Args:
         shape: The workers.
         settings: Of the trials; what a small model cannot have is replaced.
-        folder: That every node sees; what is written there is left to the caller.
+        folder: A folder that every node sees; the caller removes its files.
         seconds: Within which the workers must start.
     """
     import torch

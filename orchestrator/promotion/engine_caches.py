@@ -2,7 +2,7 @@
 
 The original, the trials of the front, the baselines and the promoted models are measured with their
 caches rounded as engines round them: a format of the cache and fewer heads save bytes of one cache,
-and only beside each other they show which of them is worth its loss.
+and only their comparison shows which of them is worth its loss.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from trainers.text.data import read_sequences
 _EXACT = "not rounded"
 """Stands for a format in the losses of the original."""
 _FORMAT_ENGINES = {"gguf": LLAMA_CPP, "vllm": VLLM}
-"""Of export targets; `transformers` rounds nothing, others are loaded by both."""
+"""Engines of export targets; `transformers` rounds nothing, others are loaded by both."""
 
 
 def cache_pairs(section: SearchSection) -> tuple[CachePair, ...]:
@@ -91,8 +91,11 @@ def measure_engine_caches(
     names = {pair.name for pair in pairs}
     todo = []
     for model in models:
-        known = measured.get(model["folder"])
-        if known is None or names - known["caches"].keys() - known["why_not"].keys():
+        measurement = measured.get(model["folder"])
+        if (
+            measurement is None
+            or names - measurement["caches"].keys() - measurement["why_not"].keys()
+        ):
             todo.append(model)
     options = task_options(config)
     rows = config.train.device_batch_size

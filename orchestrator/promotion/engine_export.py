@@ -18,7 +18,7 @@ FOLDER = "served"
 def export_for_engine(
     model: str, name: str, trial_name: str
 ) -> tuple[str | None, GateChecks, str | None]:
-    """Export a checkpoint to target `name`, into a folder beside it, and load it in the engine.
+    """Export a checkpoint to target `name`, into a folder next to it, and load it in the engine.
 
     An engine that is not installed is reported and refuses nothing: the export has been read back
     and compared all the same.

@@ -74,7 +74,7 @@ class ModelDigests:
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate says of a candidate; it has passed if there are no `reasons` against it."""
+    """The gate's decision on a candidate; it has passed if there are no `reasons` against it."""
 
     record: GateRecord
     reasons: list[str]
@@ -91,8 +91,8 @@ def check_candidates(
 ) -> Iterator[tuple[PromotionEntry, GateResult]]:
     """Export trained candidates and check them, each in a task of the cluster, as they end.
 
-    What they are compared with is measured before, likewise, so that no task that holds a GPU
-    waits for another.
+    Their references are measured before, in the same way, so that no task that holds a GPU waits
+    for another.
     """
     config = session.config
     section = config.promotion.model_copy(
@@ -124,7 +124,7 @@ def examine(
 
 
 class _Gate:
-    """The checks of one candidate, and what they have found so far."""
+    """The checks of one candidate, and their results."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class _Gate:
 
         Returns:
             How far the baseline is above the candidate; None where there is no text, or no weights
-            of the baseline are left.
+            of the baseline exist any more.
         """
         baseline = self.entry.baseline.folder if self.entry.baseline else None
         text = self.context.test_file
@@ -238,7 +238,9 @@ class _Gate:
                 losses[name] = document_losses(model, text)
                 del model
         tokens = read_sequences(text)
-        self.checks |= cast(GateChecks, {name: found.loss for name, found in losses.items()})
+        self.checks |= cast(
+            GateChecks, {name: evaluation.loss for name, evaluation in losses.items()}
+        )
         self.checks["test_tokens"] = tokens.shape[0] * tokens.shape[1]
         self.checks["test_documents"] = len(losses["test_loss"].predictions)
         self.checks["test_digest"] = tokens.digest[:_DIGITS]

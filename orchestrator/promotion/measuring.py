@@ -1,4 +1,4 @@
-"""The scores of a finalist beside its loss, and the limits that the gate has for them.
+"""The scores of a finalist other than its loss, and the limits that the gate has for them.
 
 Tasks of lm-evaluation-harness, generated text and long contexts, of the finalist, the original
 model and the baseline.
@@ -67,7 +67,7 @@ def score_reference(
 
 
 class _Measurement:
-    """What is measured of finalists, of the original model and of baselines."""
+    """Measurements of finalists, of the original model and of baselines."""
 
     def __init__(self, config: SearchConfig, context: TrialContext) -> None:
         extras = extras_of(config.promotion)

@@ -1,4 +1,4 @@
-"""How sure it is that one model is better than another: losses on one text, paired by document.
+"""Significance of the difference of two models: losses on one text, paired by document.
 
 Tokens of a document are alike, so what is drawn again for the error of a mean are documents, and
 both models keep the same ones: how hard a document is for either does not count.
@@ -44,7 +44,7 @@ class DocumentLosses:
 
 @dataclass(frozen=True)
 class LossDifference:
-    """How far one loss is above another, in nats per token.
+    """The difference of two losses, in nats per token.
 
     Attributes:
         standard_error: By a paired bootstrap; NaN of a single document.

@@ -1,7 +1,7 @@
 """Promotion: chosen trials are trained in full, must pass a gate, and become registered versions.
 
-The state of every step lies in `promotion.json`, so a promotion that was killed goes on where it
-stood: a finished training is not repeated, a half-done one resumes from its own checkpoint.
+The state of every step is in `promotion.json`, so a promotion that was killed resumes there: a
+finished training is not repeated, an unfinished one resumes from its own checkpoint.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def promote_search(
 
     Args:
         trials: Ids of the trials to promote; none for those that the configuration selects.
-        top: How many trials of each KV ratio, in place of the configured number.
-        sync_from: Which to go on with where the address of the storage and its working folder have
-            both changed.
-        overrides: Settings of this promotion, `promotion.KEY=VALUE`, in place of the search's.
+        top: How many trials of each KV ratio, instead of the configured number.
+        sync_from: The copy to resume from where the address of the storage and its working folder
+            have both changed.
+        overrides: Settings of this promotion, `promotion.KEY=VALUE`, instead of the search's.
 
     Raises:
         ConfigError: If the folder is none, a trial id is unknown or of a baseline, or the cluster
@@ -88,7 +88,7 @@ def promote_search(
         connected() as nodes,
     ):
         control = SearchControl.of(folder, lock, mirror)
-        if mirror is not None:  # it may have gone on elsewhere
+        if mirror is not None:  # it may have been resumed elsewhere
             _, _, chosen = _request(search, ids, top, settings)
             control.fetch({trial.trial_id for trial in chosen})
         parallel = search_concurrency(config, nodes)
@@ -235,10 +235,10 @@ def _chosen(
         _note_fewer(usable.values(), top)
     if section.keep_weights == "finalists":
         available = finalists(records, config)
-        if gone := [trial.trial_id for trial in chosen if trial.trial_id not in available]:
+        if missing := [trial.trial_id for trial in chosen if trial.trial_id not in available]:
             raise ConfigError(
-                f"{'--trial' if ids else '--top'}: the weights of {', '.join(gone)} were not kept, "
-                "as promotion.keep_weights is finalists; there are those of "
+                f"{'--trial' if ids else '--top'}: the weights of {', '.join(missing)} were not "
+                "kept, as promotion.keep_weights is finalists; there are those of "
                 f"{', '.join(sorted(available)) or 'none'}. A search with keep_weights: all, or a "
                 "larger promotion.top, keeps more"
             )

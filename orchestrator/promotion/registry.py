@@ -3,9 +3,9 @@
 Two steps, each of which the next run of a promotion finishes if it was cut off: the version,
 complete with its tags, then the alias, in one call.
 
-Lineage: where a promoted checkpoint comes from, by names and digests. It lies beside the exported
-weights as `lineage.json`, is an artifact of the promotion's run, and is flattened into the tags of
-the registered version.
+Lineage: the origin of a promoted checkpoint, by names and digests. It is stored next to the
+exported weights as `lineage.json`, is an artifact of the promotion's run, and is flattened into the
+tags of the registered version.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def lineage_of(
 
 
 def lineage_tags(record: LineageRecord) -> dict[str, str | float]:
-    """Return the tags of a run or a version; what is not known is left out."""
+    """Return the tags of a run or a version, without unknown values."""
     tags = {
         "base_model": record["model"]["path"],
         "base_digest": record["model"]["weights_digest"],

@@ -1,6 +1,6 @@
 """The state of a promotion, `promotion.json`.
 
-It is written after each step, so that a promotion that was killed goes on from there.
+It is written after each step, so that a promotion that was killed resumes from there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class TrainedModel:
 
     Attributes:
         folder: Of the weights.
-        step: Cumulative training steps behind them.
+        step: Cumulative training steps of the weights.
         description: What the model is, in words.
         loss: Of this model.
         kl: KL divergence from the original model.
-        data_position: Sequences of the training data behind it.
+        data_position: Sequences of the training data that were used.
         last_loss: After all steps.
         untrained_loss: Of the conversion before any step.
         original_loss: Of the original model.
@@ -69,7 +69,7 @@ class BaselineModel:
 
 @dataclass(frozen=True)
 class GateRecord:
-    """What the gate has found.
+    """The results of the gate.
 
     Attributes:
         outcomes: `passed`, or the reasons against it, by the name of the check.
@@ -183,11 +183,11 @@ class PromotionEntry:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a step has failed that another run of the promotion may carry out."""
+        """Whether a step has failed that another run of the promotion may repeat."""
         return self.status in (FAILED, PASSED, REGISTERED)
 
     def to_record(self) -> EntryRecord:
-        """Return the entry as it lies in `promotion.json`."""
+        """Return the entry as stored in `promotion.json`."""
         trained, baseline, gate = self.trained, self.baseline, self.gate
         record: EntryRecord = {
             "trial_id": self.trial_id,

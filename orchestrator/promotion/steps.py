@@ -90,7 +90,7 @@ class PromotionSteps:
             for entry in entries[training.trial.trial_id]:
                 self._end_training(entry, training, loss, error)
             self.save()
-            if error is None and training.run is not None:  # what is shipped are the weights
+            if error is None and training.run is not None:  # only the weights are exported
                 training.run.remove_checkpoints()
 
         followers = {
@@ -138,8 +138,8 @@ class PromotionSteps:
     ) -> None:
         """Enter the result of a training.
 
-        The best of all that was measured on the way of the trial is what is shipped, and what a
-        baseline counts with.
+        The best of all measured models of the trial is exported, and its loss is also the
+        baseline's.
         """
         trial = training.trial
         entry.trained_at = time.time()
@@ -319,7 +319,7 @@ class PromotionSteps:
     def register(self) -> None:
         """Register versions, then set aliases.
 
-        If the registry refuses, that is reported; the next run goes on from there.
+        If the registry refuses, that is reported; the next run tries again.
         """
         entries = list(self.state.candidates.values())
         if not any(entry.status in (PASSED, REGISTERED) for entry in entries):
@@ -358,7 +358,7 @@ def _run_status(entry: PromotionEntry) -> str:
 def _report_metrics(report: Mapping[str, Any], original_loss: float) -> dict[str, Any]:
     """Return a report with the increase of its loss over the original model's.
 
-    The best step so far is left out: it has a point of its own at the end.
+    The best step is left out: it has a separate point at the end.
     """
     metrics = {key: value for key, value in report.items() if not key.startswith("best_")}
     if metrics.get("loss") is not None:

@@ -28,7 +28,7 @@ class StartPoint:
     """The weights from which a trial trains on.
 
     Attributes:
-        step: Training steps of the trial behind them.
+        step: Training steps of the trial before them.
         offset: Of these, those that the job which trains on does not count.
         resume_from: The training checkpoint that is continued; None starts with a fresh optimiser.
     """
@@ -56,7 +56,7 @@ class StartPoint:
             relaxation = context.relaxation(candidate.recipe, folder)
             if relaxation is None:
                 return cls(folder / "converted", trial.step, 0, saved)
-            # The steps of a relaxation count, but lie before the run that goes on
+            # The steps of a relaxation count, but precede the run that is resumed
             return cls(
                 Path(str(trial.last["relaxed_dir"])), trial.step, relaxation.total_steps, saved
             )
@@ -70,7 +70,7 @@ class StartPoint:
 
 @dataclass(frozen=True)
 class Training:
-    """One trial's way to `total` steps, all in steps of the trial.
+    """The training of one trial up to `total` steps, all in steps of the trial.
 
     `run` None: it has got there already.
     """
@@ -90,9 +90,11 @@ class Training:
             read_json(session.folder.trial(trial.trial_id) / "recipe.json")
         )
         trial_settings = context.settings(candidate.recipe, candidate.learning_rate)
-        wanted = {"activation_checkpointing": context.train.get("activation_checkpointing", False)}
+        defaults = {
+            "activation_checkpointing": context.train.get("activation_checkpointing", False)
+        }
         settings = TrainSettings.model_validate(
-            trial_settings.model_dump() | wanted | section.train
+            trial_settings.model_dump() | defaults | section.train
         )
         settings = context.recomputing(settings, "promotion worker")
         same_layout = layout_of(settings) == layout_of(trial_settings)
@@ -121,18 +123,18 @@ class Training:
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """With which it trains; none where nothing is left to train."""
+        """The parameters of the training; none where no training remains."""
         if self.run is None:
             return {}
         settings = self.run.job.settings
         return {"learning_rate": settings.learning_rate, "batch_size": settings.batch_size}
 
     def reports(self) -> list[TrainingReport]:
-        """Return the milestones so far."""
+        """Return the completed milestones."""
         return self.run.reports() if self.run else []
 
     def curve(self) -> list[TrainingReport]:
-        """Return its course so far, between the milestones and behind the last one."""
+        """Return its curve, between the milestones and after the last one."""
         return self.run.curve() if self.run else []
 
 
@@ -156,8 +158,8 @@ def run_all(
 ) -> None:
     """Run the trainings, each a Ray task, as many at a time as the session has room for.
 
-    One that loses its machines goes on from its last checkpoint; it fails if that happens again and
-    again without a new one.
+    A run that loses its machines resumes from its last checkpoint; it fails if that happens
+    repeatedly without a new one.
 
     Args:
         done: Called after each.
@@ -233,9 +235,9 @@ class Measured:
     """A model that was measured, and its weights.
 
     Attributes:
-        step: Training steps behind it.
+        step: Training steps before it.
         loss: Held out, in nats per token, as `kl` is.
-        position: Sequences of the training data behind it, if that is recorded.
+        position: Sequences of the training data used before it, if that is recorded.
     """
 
     step: int
@@ -251,8 +253,8 @@ def best_model(
 ) -> Measured | None:
     """Return the model that is shipped; None if there is none.
 
-    Of all that was measured on the trial's way (converted, relaxed, at its rungs, in its promotion)
-    it is the one of lowest held-out loss whose weights are there, of equal ones the least trained.
+    Of all measured models of the trial (converted, relaxed, at its rungs, in its promotion) it is
+    the one of lowest held-out loss whose weights exist, of equal ones the least trained.
 
     Args:
         folder: The trial's.

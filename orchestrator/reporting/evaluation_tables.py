@@ -138,7 +138,7 @@ def print_conversion(record: Mapping[str, Any], out: Any) -> None:
     """
     for changes in record.get("points", [{}]):
         point = {**record, **changes}
-        own, before = point["kv_bytes_per_token"], point["kv_bytes_per_token_original"]
+        cache_bytes, before = point["kv_bytes_per_token"], point["kv_bytes_per_token_original"]
         facts = {
             "recipe": f"{point['recipe']['name']} at {percent(point['kv_ratio'])} of the KV cache"
             + unmet(point),
@@ -146,8 +146,8 @@ def print_conversion(record: Mapping[str, Any], out: Any) -> None:
             "perplexity": perplexity_of(point),
             "loss": f"{point['original_loss']:.3f} before, {point['loss']:.3f} after "
             f"({increase_of(point)} nats per token), KL {point['kl']:.3f}",
-            "KV cache": f"{own:,} bytes per token, {before:,} before; "
-            f"{tokens_per_gb(own):,} tokens per GB, {tokens_per_gb(before):,} before",
+            "KV cache": f"{cache_bytes:,} bytes per token, {before:,} before; "
+            f"{tokens_per_gb(cache_bytes):,} tokens per GB, {tokens_per_gb(before):,} before",
         }
         if cache := point.get("engine_cache"):
             words = _cache_words(cache, "original")
@@ -188,8 +188,8 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
         f"{record['kv_bytes_per_token']} bytes per token planned, "
         f"{record['cache_bytes_measured']} allocated after {record['cache_tokens']} tokens"
     )
-    if held := record.get("engine_cache"):
-        print(f"measured with {_cache_words(held, 'original' if record['original'] else 'model')}")
+    if cache := record.get("engine_cache"):
+        print(f"measured with {_cache_words(cache, 'original' if record['original'] else 'model')}")
     if "decode_tokens_per_second" in record:
         print(
             f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
@@ -197,14 +197,14 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
         )
 
 
-def _cache_words(held: Mapping[str, Any], reference: str) -> str:
+def _cache_words(cache: Mapping[str, Any], reference: str) -> str:
     """Return the size of a cache format, relative to `reference`, and the flags of engines."""
     flags = "; ".join(
-        f"{engine} {words}" for engine, words in zip(held["engines"], held["flags"], strict=True)
+        f"{engine} {words}" for engine, words in zip(cache["engines"], cache["flags"], strict=True)
     )
     return (
-        f"a cache in {held['cache_format']}: {held['kv_bytes_per_token']:,} bytes per token, "
-        f"{percent(held['share'])} of the {reference} in 16 bits; {flags}"
+        f"a cache in {cache['cache_format']}: {cache['kv_bytes_per_token']:,} bytes per token, "
+        f"{percent(cache['share'])} of the {reference} in 16 bits; {flags}"
     )
 
 

@@ -118,9 +118,9 @@ def best_lines(models: Sequence[PromotedModel]) -> list[str]:
         if (increase := model["loss_increase"]) is not None:
             error = model["loss_increase_stderr"]
             loss = f", loss {increase:+.3f}" + ("" if error is None else f" ± {error:.3f}")
-        kept = f"{percent(model['kv_ratio'])} of the KV cache"
+        share = f"{percent(model['kv_ratio'])} of the KV cache"
         lines.append(
-            f"promoted {model['path'] or model['trial_id']}  ({kept}{loss}, {model['label']})"
+            f"promoted {model['path'] or model['trial_id']}  ({share}{loss}, {model['label']})"
         )
     if (service := best_service(models)) is not None:
         name = "load" if service[0] == _TRANSFORMERS else "serve"
@@ -167,8 +167,8 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
             ready = True
         try:
             chosen = target("gqa" if ready and engine == _TRANSFORMERS else name)
-            held = chosen.held(opened.config, opened.plan)
-            check_cache(opened.plan, held, name, dtype)
+            support = chosen.held(opened.config, opened.plan)
+            check_cache(opened.plan, support, name, dtype)
         except (TargetError, LargerCacheError) as error:
             services.append({"engine": engine, "why_not": cut(str(error))})
             continue
@@ -178,7 +178,7 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
             paths = f"{_quoted(model)} --target {name} --out {_quoted(folder)}"
             commands.append(f"headfold export {paths}")
         options = ""
-        if name == "vllm" and folder != model and len(set(held.key_heads)) > 1:
+        if name == "vllm" and folder != model and len(set(support.key_heads)) > 1:
             deci = vllm.has_own_counts(opened.config, opened.plan)
             options = vllm.TRUSTING if deci else vllm.BACKEND
         commands.append(_start_command(engine, folder, options, stock=folder == model))
@@ -187,7 +187,7 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
                 "engine": engine,
                 "target": None if ready else name,
                 "commands": commands,
-                "kv_bytes_per_token": held.bytes_per_token(dtype),
+                "kv_bytes_per_token": support.bytes_per_token(dtype),
             }
         )
     return services

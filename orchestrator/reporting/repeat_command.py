@@ -46,7 +46,7 @@ def command_of(trial: TrialRecord, snapshot: str) -> str | None:
 
 
 def _arm_of(trial: TrialRecord) -> dict[str, Any]:
-    """Return the entry of `search.recipes` that gives a trial's recipe, whatever its name was."""
+    """Return the entry of `search.recipes` that gives a trial's recipe, under any name."""
     choices = trial.choices
     return {
         "recipe": _BASE_RECIPE,

@@ -207,7 +207,7 @@ def _config(folder: SearchFolder) -> SearchConfig | None:
     try:
         return parse_config(folder.stored(), where=str(folder.snapshot))
     except ConfigError:
-        return None  # of another version: what follows from the settings is left out
+        return None  # of another version: values derived from the settings are left out
 
 
 def _state(state: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str:
@@ -264,9 +264,9 @@ def status_facts(status: SearchStatus) -> dict[str, str]:
     rate = status.tokens_per_second
     facts["tokens"] = compact(status.tokens) + (f", {compact(rate)}/s now" if rate else "")
     hours = f"{status.hours_spent:.2f} {status.unit}-hours"
-    facts["spent"] = hours + _left(status.hours_left)
+    facts["spent"] = hours + _remaining_text(status.hours_left)
     if status.money_spent is not None:
-        facts["money"] = f"{status.money_spent:.2f}{_left(status.money_left)}"
+        facts["money"] = f"{status.money_spent:.2f}{_remaining_text(status.money_left)}"
     if status.promotion:
         facts["promotion"] = ", ".join(
             f"{count} {name}" for name, count in status.promotion.items()
@@ -274,7 +274,7 @@ def status_facts(status: SearchStatus) -> dict[str, str]:
     return facts
 
 
-def _left(amount: float | None) -> str:
+def _remaining_text(amount: float | None) -> str:
     return "" if amount is None else f", about {amount:.2f} left"
 
 

@@ -89,7 +89,7 @@ def with_intro(table: Table, intro: str) -> Table:
 
 
 def facts_table(facts: Mapping[str, Any]) -> Table:
-    """Return names and values; those that are empty are left out."""
+    """Return names and values, without empty ones."""
     rows = [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
     return Table(("what", "value"), rows)
 
@@ -136,7 +136,7 @@ def trial_table(
     front_ids = {t.trial_id for t in front(candidates)}
     columns: list[str] = list(TRIAL_COLUMNS)
     rows = [_trial_row(t, original) for t in shown]
-    further = {  # behind the bytes
+    further = {  # after the bytes
         PER_GPU_COLUMN: [number(t.kv_bytes_per_token_per_gpu, "d") for t in shown],
         _DECODE_TIME: [
             number(None if (time := t.decode_seconds_per_token) is None else 1000 * time, ".3g")

@@ -7,11 +7,11 @@ import re
 from trainers.jobs.utilization import peak_flops
 
 GIGA = 10**9
-# Gigabytes of the smallest card of a type, from NVIDIA's data sheets. Ray reads a type off the
-# card's name (`ray.util.accelerators` has constants for some) and tells no two sizes of one type
-# apart.
+# Gigabytes of the smallest card of a type, from NVIDIA's data sheets. Ray derives the type from the
+# card's name (`ray.util.accelerators` has constants for some) and does not distinguish sizes of one
+# type.
 GIGABYTES = {
-    "K80": 12,  # of each of its two chips, which are devices of their own
+    "K80": 12,  # for each of its two chips, which are separate devices
     "P4": 8,
     "P100": 16,
     "V100": 16,

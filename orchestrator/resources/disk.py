@@ -30,8 +30,8 @@ from trainers.freezing import key_value_parameters
 from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
 
-BESIDE = 20 * 2**20  # of files beside a hub model's weights: a tokenizer
-# Journal, plans, logs, MLflow: of a trial, and of the search itself
+BESIDE = 20 * 2**20  # bytes of a hub model's other files: a tokenizer
+# Journal, plans, logs, MLflow: per trial, and for the search itself
 RECORDS = 2**20
 OWN_RECORDS = 32 * 2**20
 
@@ -56,7 +56,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where a search will write, and how much.
+    """The folders and the bytes that a search will write.
 
     Attributes:
         trials: Number of trials that are converted.
@@ -107,15 +107,15 @@ class Storage:
         parameters = inputs.size.total
         rungs = len(config.rungs.steps) - 1
         most, relaxing = KEEP + 1, _relaxing(inputs)  # one more while it is written
-        beside = _beside(config.model.path)
-        w = parameters * inputs.written.itemsize + beside
-        t = parameters * DTYPES[config.train.dtype].itemsize + beside
+        other_files = _other_files(config.model.path)
+        w = parameters * inputs.written.itemsize + other_files
+        t = parameters * DTYPES[config.train.dtype].itemsize + other_files
         s = 0 if is_remote(config.storage) else self.trial_checkpoint_bytes
         texts = sum(section.tokens for section in _texts(config)) * (
             2 if model.vocab_size <= 2**16 else 4
         )
         records, converted = OWN_RECORDS + trials * RECORDS, trials * w
-        trained = checkpoints = finalists = going = gone = 0
+        trained = checkpoints = finalists = going = removed = 0
         if rungs:
             running = min(parallel, trials)
             paused = min(_paused(config, trials, relaxing), trials - running)
@@ -131,9 +131,9 @@ class Storage:
             stored = _carried(inputs) + _ahead(config)
             conversions = min(trials, holding + stored)
             converted = conversions * w
-            gone = (conversions - left) * w + (holding - left) * t * each
-            gone += max(0, min(relaxing, holding) - left) * t
-            gone += left * t * (each - 1) * few
+            removed = (conversions - left) * w + (holding - left) * t * each
+            removed += max(0, min(relaxing, holding) - left) * t
+            removed += left * t * (each - 1) * few
             # Between two rungs there are some too, by the clock
             checkpoints = running * most + paused * KEEP + min(finalists, trials - running - paused)
             # Best weights of steps before, and stages of relaxations
@@ -141,12 +141,12 @@ class Storage:
             stages = w + lifted_bytes(inputs) + t * _stages(inputs)
             going += min(relaxing, running + paused) * stages
             going += min(relaxing, stored) * (w + lifted_bytes(inputs))
-        shipped, promoting = self._promotion(parallel, w, beside)
+        shipped, promoting = self._promotion(parallel, w, other_files)
         shared = texts + self.statistics + records + converted + trained
-        kept = shared - gone + finalists * s + shipped
+        remaining = shared - removed + finalists * s + shipped
         predictions = _teacher_logits(config, model.vocab_size)
         shared += predictions
-        kept += predictions
+        remaining += predictions
         parts = {
             "texts": texts,
             **({"teacher_logits": predictions} if predictions else {}),
@@ -157,7 +157,7 @@ class Storage:
             "promotion": promoting + shipped,
             "records": records,
         }
-        return Disk(parts, max(shared + checkpoints * s + going, kept + promoting), kept)
+        return Disk(parts, max(shared + checkpoints * s + going, remaining + promoting), remaining)
 
     def shortage(self, parallel: int) -> str | None:
         """Return the message for a search that cannot fit, with a remedy; None where it can."""
@@ -183,7 +183,7 @@ class Storage:
 
     @property
     def trial_checkpoint_bytes(self) -> int:
-        """Of one training checkpoint of a trial, wherever it lies; 0 where none trains."""
+        """Return the bytes of a trial's training checkpoint; 0 where none trains."""
         inputs = self.inputs
         if len(self.config.rungs.steps) == 1:
             return 0
@@ -193,12 +193,12 @@ class Storage:
             for each in inputs.trainings(self.config.train)
         )
 
-    def _promotion(self, parallel: int, w: int, beside: int) -> tuple[int, int]:
-        """Bytes that stay of a promotion, and those that it has besides while it trains."""
+    def _promotion(self, parallel: int, w: int, other_files: int) -> tuple[int, int]:
+        """Return the bytes that remain of a promotion, and the additional ones while it trains."""
         section, train = self.config.promotion, self.config.promotion_train
         if not section.enabled:
             return 0, 0
-        t = self.inputs.size.total * DTYPES[train.dtype].itemsize + beside
+        t = self.inputs.size.total * DTYPES[train.dtype].itemsize + other_files
         remote = is_remote(self.config.storage)
         s = 0 if remote else checkpoint_bytes(self.inputs.model, self.inputs.size, train)
         evaluations, running = section.evaluations, min(parallel, self.trainings)
@@ -231,7 +231,7 @@ def checkpoint_bytes(
 def lifted_bytes(inputs: SearchInputs) -> int:
     """Return by how much the start of a relaxation is larger than the model.
 
-    In it every query head has a key and a value head of its own.
+    In it every query head has a separate key and value head.
     """
     g = inputs.geometry
     more = 2 * g.num_layers * (g.num_heads - g.num_kv_heads) * g.head_dim * (g.hidden_size + 1)
@@ -241,7 +241,7 @@ def lifted_bytes(inputs: SearchInputs) -> int:
 def _carried(inputs: SearchInputs) -> int:
     """Return the most conversions at a time that trials before and trials to come have in common.
 
-    By the order of the named candidates, in which those of each seed lie beside each other.
+    In the order of the named candidates, in which those of each seed are adjacent.
     """
     keys = [
         json.dumps([candidate.recipe.conversion_choices, candidate.used_ratio], sort_keys=True)
@@ -272,7 +272,7 @@ def _finalists(inputs: SearchInputs) -> int:
 
 
 def _paused(config: SearchConfig, trials: int, relaxing: int) -> int:
-    """Return how many trials with training checkpoints can wait behind a rung above the first.
+    """Return how many trials with training checkpoints can be paused at a rung above the first.
 
     These are the trials that were let into it, and those that cannot stop before, as their
     relaxation trains through it.
@@ -315,7 +315,7 @@ def _teacher_logits(config: SearchConfig, vocabulary: int) -> int:
     texts: list[tuple[TextSection, TrainSettings]] = [(config.data.train, config.train)]
     if section.enabled and section.steps:
         texts.append((section.data or config.data.train, config.promotion_train))
-    kept = {
+    stored = {
         (text.source, text.tokens, train.teacher_logits_k, train.dtype)
         for text, train in texts
         if train.keeps_teacher_logits
@@ -323,12 +323,12 @@ def _teacher_logits(config: SearchConfig, vocabulary: int) -> int:
     index = 2 if vocabulary <= 2**16 else 4
     return sum(
         tokens * (min(k, vocabulary) * (index + (4 if dtype == "float32" else 2)) + 4)
-        for _, tokens, k, dtype in kept
+        for _, tokens, k, dtype in stored
     )
 
 
-def _beside(path: str) -> int:
-    """Return the bytes beside the weights in a checkpoint that is made of the one at `path`."""
+def _other_files(path: str) -> int:
+    """Return the bytes besides the weights in a checkpoint that is made of the one at `path`."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return BESIDE

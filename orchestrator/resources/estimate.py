@@ -1,4 +1,4 @@
-"""What work takes, summed up, and the estimate of a conversion."""
+"""Resources of an operation, summed up, and the estimate of a conversion."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orchestrator.storage.records import unmet
 class Estimate:
     """Peak memory, bytes that stay on disk, and seconds.
 
-    `scratch`: bytes that lie on disk on the way.
+    `scratch`: temporary bytes on disk.
 
     `a + b` is a followed by b: the larger peak of the two, and the sum of what stays and of the
     time.
@@ -51,7 +51,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where work is to run.
+    """The device and the machine of an operation.
 
     Attributes:
         memory: Bytes that it may take there, of the machine or of one GPU; 0 where that is not
@@ -96,7 +96,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ConversionEstimate:
-    """What a conversion takes: bytes, floating-point operations, seconds.
+    """The resources of a conversion: bytes, floating-point operations, seconds.
 
     Attributes:
         kv_bytes_per_token: Of the converted model, heads alone.
@@ -108,12 +108,12 @@ class ConversionEstimate:
         why_not: Why there is not.
         available: Memory that is free, of the machine or of one GPU; 0 where that is not known.
         disk: Bytes of the result.
-        scratch: Bytes on disk beside it until the end.
+        scratch: Additional bytes on disk until the end.
         flops: Operations of the way layer by layer.
         rate: Operations per second: of the GPU `gpu`, or else of a matrix product here.
         seconds: Of the way layer by layer, at that rate.
         comparison_seconds: Of the short fits that recipes are compared by before, in memory alone.
-        ceiling: What is used in place of a ratio that cannot be met, in words.
+        ceiling: The ratio that is used instead of one that cannot be met, in words.
         on_gpu: Whether `available` is the memory of a GPU.
         elsewhere: Whether it is that of another machine.
         gpu: The GPU that `rate` is of; empty if it is that of this machine's CPUs.
@@ -232,8 +232,8 @@ class ConversionEstimate:
             return {"memory, layer by layer": self.why_not}
         stages = sorted(self.stages.items(), key=lambda stage: -stage[1])
         return {
-            f"memory, layer by layer, {name}": f"{gib(taken)} {_STAGES[name]}"
-            for name, taken in stages
+            f"memory, layer by layer, {name}": f"{gib(most)} {_STAGES[name]}"
+            for name, most in stages
         }
 
     def describe(self, *, verbose: bool = False) -> Mapping[str, str]:

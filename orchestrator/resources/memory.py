@@ -1,6 +1,6 @@
 """Peak memory of a conversion: the largest of its stages.
 
-Each stage is the sum of what is in memory at once. Small things (token ids, one batch of
+Each stage is the sum of all tensors in memory at once. Small ones (token ids, one batch of
 activations) are left out.
 """
 

@@ -3,9 +3,9 @@
 Legend: P parameters, W workers, D model dim, V vocabulary, B sequences at once of T tokens, b bytes
 of a number.
 
-Each process has what is in memory all the time, and moments that do not fall together; the largest
-of these counts. What a relaxation takes beyond a training, and the values of a message that NCCL
-has in flight, are left out.
+Each process has tensors that are always in memory, and phases that do not overlap; the largest of
+these counts. The additional memory of a relaxation, compared with a training, and the values of a
+message that NCCL has in flight, are left out.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Need:
 
     @property
     def remedy(self) -> str:
-        """What makes its largest part smaller."""
+        """The setting that reduces its largest part."""
         if (train := TRAININGS.get(self.process)) is None:
             return "resources.trial_gpus=0, which plans on CPUs"
         if self.largest in ("activations", "logits"):
@@ -195,7 +195,7 @@ class TrainingMemory:
         master, state = _optimiser_bytes(train)
         summed = FLOAT if sums_in_float32(train) else width
         if summed != width and train.zero_stage == 1:
-            summed += width  # those of one pass beside their sum
+            summed += width  # gradients of one pass in addition to their sum
         permanent = {
             "libraries": 0 if on_gpu else PROCESS,
             "weights": self.size.total * width / share["weights"],
@@ -247,8 +247,8 @@ class TrainingMemory:
     def _way_back(self, train: TrainSettings, width: int) -> dict[str, float]:
         """Return the parts that a forward pass leaves for the backward pass.
 
-        Of the logits it is those of a part of the micro-batch, whose gradient of the head's weights
-        is there beside their sum over the parts.
+        The logits are those of a part of the micro-batch, whose gradient of the head's weights is
+        in memory in addition to their sum over the parts.
         """
         g, tokens = self.geometry, train.device_batch_size * self.sequence_length
         values = layer_values(self.model)
@@ -336,7 +336,8 @@ class Needs:
     def planning(self) -> Need:
         """Return the need of planning, converting and measuring a candidate: the largest of all.
 
-        Beside the model only the attention of the converted one is in memory: the rest is shared.
+        In addition to the model only the attention of the converted one is in memory: the rest is
+        shared.
         """
         return max(
             (self._planning(conversion) for conversion in self.conversions),
@@ -406,7 +407,7 @@ class Needs:
     def gate(self) -> Need:
         """Return the need of the gate: the trained model in float32 on the CPU, then its export.
 
-        Of the logits by which two models are compared there are three: before, after, and their
+        The logits by which two models are compared exist three times: before, after, and their
         difference.
         """
         width, tokens = FLOAT, 2 * self.config.data.sequence_length
@@ -431,7 +432,7 @@ class Needs:
 
     @property
     def working(self) -> torch.dtype:
-        """What a trial computes in before it trains."""
+        """The dtype of a trial before it trains."""
         return self.inputs.written if self.config.resources.trial_gpus else torch.float32
 
     @property
@@ -474,7 +475,7 @@ class Needs:
         return Need(process, _peak(permanent, *moments), demand.trial_gpus, demand.task_type)
 
     def _inner(self, tokens: int, width: int) -> int:
-        """Of a forward pass without gradients: the stream twice, and what one layer makes of it."""
+        """Return the memory of a pass without gradients: the stream and a layer's output."""
         values = 2 * self.geometry.hidden_size + layer_values(self.inputs.model)
         return tokens * width * values
 

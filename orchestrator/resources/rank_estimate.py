@@ -1,4 +1,4 @@
-"""What each GPU of a tensor-parallel engine will hold of a conversion, before it is made."""
+"""Cache of each GPU of a tensor-parallel engine for a conversion, before it is made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def estimate_ranks(
 
     Args:
         recipe: Of the conversion.
-        kv_ratio: Share of the checkpoint's own cache that is kept.
+        kv_ratio: Kept share of the checkpoint's KV cache.
         geometry: That of the checkpoint.
         dtype: Of the cache.
         ranks: GPUs.

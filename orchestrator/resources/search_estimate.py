@@ -2,7 +2,7 @@
 
 Trials and tokens are counted, memory and disk are sums, time is tokens over a rate that is
 configured or measured here on random weights. The starts of processes and the search phases of DHA
-are left out; what a plan takes beyond its operations is not known beforehand.
+are left out; the time of a plan apart from its operations is not known in advance.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class SearchTime:
             return cls(
                 rate=None, rate_from=source, cpu_hours=None, gpu_hours=None, hours=None, price=None
             )
-        # What a recipe's recovery changes may be a distillation, which wants the original model
-        # too. A measured token goes forward alone, a trained one back as well, which is twice the
-        # work; where there is distillation both go forward through the original model too
+        # A recipe's recovery may include a distillation, which needs the original model too. A
+        # measured token goes forward only, a trained one backward as well, which is twice the work;
+        # with distillation both go forward through the original model too
         share = (
             1 / 2 if any(each.distillation != "none" for each in inputs.trainings(train)) else 1 / 3
         )

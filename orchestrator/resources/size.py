@@ -1,8 +1,8 @@
 """Size of a checkpoint, and the bytes of each thing in a conversion's memory.
 
 Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration
-tokens, E held-out tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens
-a sequence, B sequences a batch.
+tokens, E held-out tokens, N = C + E, b bytes of a weight in computation (4 on the CPU), T tokens
+per sequence, B sequences per batch.
 """
 
 from __future__ import annotations
@@ -73,9 +73,11 @@ class Size:
             )
         family, prefix = family_of(config), layer_prefix(model)
         attention = _numbers(family.attention_modules(model)[0])
-        own = {name: p.numel() for name, p in model.named_parameters() if name.startswith(prefix)}
-        layer = sum(own.values())
-        experts = sum(size for name, size in own.items() if ".experts." in name)
+        layer_parameters = {
+            name: p.numel() for name, p in model.named_parameters() if name.startswith(prefix)
+        }
+        layer = sum(layer_parameters.values())
+        experts = sum(size for name, size in layer_parameters.items() if ".experts." in name)
         number = (
             getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         )
@@ -96,9 +98,9 @@ class Size:
 class Conversion:
     """Everything that the formulas of a conversion's estimate read.
 
-    `kv_ratio`: of the checkpoint's own KV cache; `dtype`: of what is written, `working`: of what is
-    computed in; `mixed`: how the mixed moments are stored; `in_files`: whether the statistics lie
-    in files, of which a layer at a time is mapped.
+    `kv_ratio`: of the checkpoint's KV cache; `dtype`: of the written files, `working`: of the
+    computation; `mixed`: how the mixed moments are stored; `in_files`: whether the statistics are
+    in files, of which one layer at a time is mapped.
     """
 
     config: PretrainedConfig
@@ -120,12 +122,12 @@ class Conversion:
 
     @property
     def width(self) -> int:
-        """How many times as wide as the checkpoint's heads the KV heads are."""
+        """The width of the KV heads as a multiple of that of the checkpoint's heads."""
         return int(with_width(self.recipe, self.kv_ratio, self.geometry).width)
 
     @property
     def features(self) -> int:
-        """What the heads of a layer hand to its output projection, numbers per token."""
+        """The inputs of a layer's output projection, numbers per token."""
         g = self.geometry
         return g.num_heads * g.head_dim * self.width
 
@@ -150,7 +152,7 @@ class Conversion:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens whose inputs are stored beside the moments; files store them for later readers."""
+        """Tokens whose inputs are stored with the moments; files store them for later readers."""
         return self.used_tokens if self.in_files or "inputs" in self.recipe.needs else 0
 
     def sums(self) -> int:
@@ -161,7 +163,7 @@ class Conversion:
         )
 
     def calibrating(self) -> int:
-        """Return the bytes of a calibration pass besides the statistics.
+        """Return the bytes of a calibration pass in addition to the statistics.
 
         Float32 queries, one batch of activations and of its attention weights a slice.
         """
@@ -239,8 +241,8 @@ class Conversion:
         g = self.geometry
         return bytes_to_keep(g.num_layers, self.used_tokens, g.hidden_size, self.working.itemsize)
 
-    def refining(self, size: Size, beside: int = 1) -> int:
-        """Return the bytes of local fits of `beside` layers at once, or of a larger ridge refit."""
+    def refining(self, size: Size, layers_at_once: int = 1) -> int:
+        """Return the bytes of local fits of `layers_at_once` layers, or of a larger ridge refit."""
         g = self.geometry
         features = self.features
         if "heal" not in self.recipe.refinement:
@@ -251,15 +253,19 @@ class Conversion:
         )
         if self.recipe.refinement != "fit_heal":
             return heal
-        return max(heal, self.fitting(size, beside, self.recipe.knobs("refinement")["fit_tokens"]))
+        return max(
+            heal, self.fitting(size, layers_at_once, self.recipe.knobs("refinement")["fit_tokens"])
+        )
 
-    def fitting(self, size: Size, beside: int, tokens: int = FIT_TOKENS) -> int:
-        """Return the bytes of the local fits of `beside` layers at once."""
+    def fitting(self, size: Size, layers_at_once: int, tokens: int = FIT_TOKENS) -> int:
+        """Return the bytes of the local fits of `layers_at_once` layers."""
         # What enters the layer and what left the last attention, for all of them; of each layer
         # what enters and leaves it, for the newest twice, and what enters it before the norm.
-        states = (2 + 2 * beside + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
+        states = (
+            (2 + 2 * layers_at_once + 3) * min(self.used_tokens, tokens) * self.geometry.hidden_size
+        )
         attention = size.attention + self.added
-        return FLOAT * (beside * ADAM_COPIES * attention + states)
+        return FLOAT * (layers_at_once * ADAM_COPIES * attention + states)
 
     @property
     def polish_tokens(self) -> int:
@@ -268,7 +274,7 @@ class Conversion:
         return length * polish_rows(length, self.calibration_tokens // length)
 
     def polishing(self, size: Size, gpu_memory: int = 0) -> int:
-        """Return the bytes of the polish beside the two models; 0 without one.
+        """Return the bytes of the polish in addition to the two models; 0 without one.
 
         The trained weights are no longer those of the original; gradients, the optimizer's float32
         copy where the weights are none, two moments and a spare one; what enters each layer, and
@@ -277,16 +283,18 @@ class Conversion:
         if not self.polish_steps:
             return 0
         g, width = self.geometry, self.working.itemsize
-        trained, own = key_value_parameters(g), 0
+        trained, other_parameters = key_value_parameters(g), 0
         if self.polish_weights == "all":
             trained = size.total
-            own = size.total - size.attention * g.num_layers
+            other_parameters = size.total - size.attention * g.num_layers
         copies = width + 3 * FLOAT + (FLOAT if width < FLOAT else 0)
         tokens = self.polish_tokens
         inner = g.num_layers * g.hidden_size + layer_values(self.config)
         states = min(TEACHER_BYTES, width * self.calibration_tokens * g.hidden_size)
         logits = most_logit_bytes(g.vocab_size, tokens, gpu_memory)
-        return width * own + copies * trained + width * tokens * inner + logits + states
+        return (
+            width * other_parameters + copies * trained + width * tokens * inner + logits + states
+        )
 
 
 def layer_values(config: PretrainedConfig) -> int:
@@ -312,7 +320,7 @@ class PlannedConversion(NamedTuple):
     """A named candidate of a search, as far as its size depends on it.
 
     Attributes:
-        kv_ratio: The requested share of the checkpoint's own KV cache.
+        kv_ratio: The requested share of the checkpoint's KV cache.
         used_ratio: The share that its plan uses.
     """
 
@@ -323,7 +331,7 @@ class PlannedConversion(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchInputs:
-    """What the estimates of a search read.
+    """The inputs of the estimates of a search.
 
     Attributes:
         config: Its configuration.

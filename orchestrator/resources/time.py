@@ -1,8 +1,8 @@
 """Floating-point operations of a conversion, and the speed of this machine.
 
 Legend: L layers, H query heads, d head dim, D model dim, e = D + 1, V vocabulary, C calibration
-tokens, E held-out tokens, N = C + E, b bytes of a weight that is worked on (4 on the CPU), T tokens
-a sequence, B sequences a batch.
+tokens, E held-out tokens, N = C + E, b bytes of a weight in computation (4 on the CPU), T tokens
+per sequence, B sequences per batch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ WIDE = 1024  # rows of all value heads above which grouping goes by estimates
 SEARCHED = 500.0  # operations of a search by estimates, for each squared head and cubed head dim
 DOUBLE = 2.0  # a product in float64 against one in float32
 FITTING = 2.5
-"""A step of a local fit against its matrix products: attention weights, their gradients and Adam
-besides, as measured at hidden sizes of 256 to 1,024 (`python -m benchmarks estimates`).
+"""Time of a step of a local fit relative to its matrix products: it includes attention weights,
+their gradients and Adam, as measured at hidden sizes of 256 to 1,024 (`python -m benchmarks
+estimates`).
 """
 ATTENDING = 14.0
 """Operations of attention in a step of a fit on a window, forward and back, for each query, key and
@@ -108,8 +109,8 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
 def polish_operations(conversion: Conversion, size: Size, forward: float) -> float:
     """Return the operations of the polish.
 
-    Of each token forward, forward again and back, in which frozen weights have no gradients; of
-    each sequence once forward through the original.
+    Each token goes forward, forward again and backward, in which frozen weights have no gradients;
+    each sequence goes once forward through the original.
 
     Args:
         forward: Of a token through one layer.
@@ -124,7 +125,7 @@ def polish_operations(conversion: Conversion, size: Size, forward: float) -> flo
 def grouping_operations(conversion: Conversion) -> float:
     """Operations of grouping one layer: Gram matrices, then the prices of groups.
 
-    A KV head counts once, whatever number of query heads share it.
+    A KV head counts once, however many query heads share it.
     """
     g = conversion.geometry
     units = g.num_kv_heads
@@ -189,11 +190,11 @@ def step_operations(
 
 def planning_operations(conversion: Conversion, size: Size, forward: float) -> float:
     """Return the operations of one layer's loss increases, and of its second calibration."""
-    c, own = conversion, conversion.recipe.knobs("allocation")
+    c, knobs = conversion, conversion.recipe.knobs("allocation")
     problem = problem_of(c.recipe, c.kv_ratio, c.geometry)
-    counts = [count for count in considered(problem, own["counts"]) if count < problem.stored]
+    counts = [count for count in considered(problem, knobs["counts"]) if count < problem.stored]
     fused = sum(fusing_operations(c, count / c.width) for count in counts)
-    steps = min(own["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0))
+    steps = min(knobs["fit_steps"], c.recipe.knobs("refinement").get("fit_steps", 0))
     checked = min(c.used_tokens, FIT_TOKENS) / 8
     judged = 2.0 * checked * (2 * (size.attention + c.added) + c.geometry.hidden_size**2)
     sides = 1 if c.recipe.together else 2

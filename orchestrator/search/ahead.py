@@ -1,8 +1,8 @@
-"""What a search does ahead of its trials: it converts later candidates, and reserves nodes.
+"""Work of a search ahead of its trials: it converts later candidates, and reserves nodes.
 
-Searcher, scheduler and journal are not involved. A candidate that will be tried whatever is
-reported until then is converted into the search's library by a separate task; its trial finds it
-there (`orchestrator.search.trials.conversions`).
+Searcher, scheduler and journal are not involved. A candidate that will be tried regardless of
+earlier reports is converted into the search's library by a separate task; its trial finds it there
+(`orchestrator.search.trials.conversions`).
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ class PlanAhead(Callback):
     def upcoming(self) -> dict[str, Candidate]:
         """Return the later candidates that are converted ahead, by the key of their conversion.
 
-        Conversions that a trial has begun with are left out, such as one with another learning
-        rate.
+        Conversions that a running trial uses are left out, such as one with another learning rate.
         """
         if not self.limit:
             return {}
@@ -126,15 +125,15 @@ class PlanAhead(Callback):
             if trial not in self._begun:
                 self._begun[trial] = conversion_key(Candidate.from_config(candidate), context)
         begun = set(self._begun.values())
-        found: dict[str, Candidate] = {}
+        candidates: dict[str, Candidate] = {}
         rates = max(len(arm.learning_rates or config.learning_rates) for arm in config.arms)
         alike = rates * len(config.seeds)
         alike *= max(1, len(config.search.distillations))
         for candidate in self._searcher.upcoming((self.limit + 1) * alike):
             key = conversion_key(candidate, context)
-            if key not in begun and len(found) < self.limit:
-                found.setdefault(key, candidate)
-        return found
+            if key not in begun and len(candidates) < self.limit:
+                candidates.setdefault(key, candidate)
+        return candidates
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the driver does while Tune runs: write MLflow, show the progress, set Ray's gauges."""
+"""Callbacks of the driver while Tune runs: write MLflow, show the progress, set Ray's gauges."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SearchLog(Callback):
     def records(self) -> dict[str, TrialRecord]:
         """The trials by id, each with its name."""
         trials = self.journal.history.records
-        if len(trials) != self._named:  # a name depends on who else there is
+        if len(trials) != self._named:  # a name depends on the other trials
             name_trials(trials.values())
             self._named = len(trials)
         return trials
@@ -70,7 +70,7 @@ class SearchLog(Callback):
 
     def planning(self) -> str:
         """Return the progress of a few of the trials that plan, convert and measure."""
-        trials = self.journal.history.records  # by a thread of its own, which gives no names
+        trials = self.journal.history.records  # by a separate thread, which gives no names
         running = [r for r in list(trials.values()) if r.status == results.RUNNING and not r.rungs]
         folder = self.journal.path.parent / "trials"
         lines = [
@@ -139,7 +139,7 @@ def best_so_far(records: list[TrialRecord]) -> dict[float, TrialRecord]:
 
 
 def progress_note(records: list[TrialRecord], expected: int, original_loss: float) -> str:
-    """Return the progress in words: trials by state, the best so far, the speed."""
+    """Return the progress in words: trials by state, the best one, the speed."""
     count = Counter(record.status for record in records)
     common = (results.DONE, results.RUNNING, results.STOPPED)
     rare = {

@@ -56,7 +56,7 @@ class Candidate:
 
     Attributes:
         recipe: How heads are shared.
-        kv_ratio: The requested share of the checkpoint's own KV cache.
+        kv_ratio: The requested share of the checkpoint's KV cache.
         learning_rate: Of the training.
         seed: Of plan and training.
         plan: The plan to carry out, as JSON, where the searcher and not the recipe makes it.
@@ -300,7 +300,7 @@ def used_ratio(recipe: Recipe, kv_ratio: float, geometry: HeadGeometry) -> float
 
 
 def ratios_of(section: SearchSection | ArmSection, geometry: HeadGeometry) -> list[float]:
-    """Return the KV ratios of a search or an arm, as shares of the checkpoint's own KV cache.
+    """Return the KV ratios of a search or an arm, as shares of the checkpoint's KV cache.
 
     Raises:
         ConfigError: For KV heads that are no share of it.
@@ -362,9 +362,9 @@ def _check_ranks(name: str, ranks: int, geometry: HeadGeometry) -> None:
             f"{key}, but search.target={name} {which}; set search.target=vllm (or gqa, phi, "
             "per_layer)"
         )
-    own = EngineSupport.of([geometry.num_kv_heads] * geometry.num_layers, geometry.head_dim)
+    support = EngineSupport.of([geometry.num_kv_heads] * geometry.num_layers, geometry.head_dim)
     try:
-        own.on_rank(ranks, geometry.num_heads)
+        support.on_rank(ranks, geometry.num_heads)
     except RankLayoutError as error:
         raise ConfigError(f"{key}, and the checkpoint itself does not fit: {error}") from None
 

@@ -56,8 +56,8 @@ def open_trials(folder: SearchFolder, config: SearchConfig) -> set[str]:
     These are unfinished trials, trials that lost their machines, and finalists.
     """
     history = read_history(folder.journal)
-    lost = {trial for trial, end in history.ends.items() if end["lost"]}
-    return {*history.open, *lost, *finalists(list(history.records.values()), config)}
+    retryable = {trial for trial, end in history.ends.items() if end["lost"]}
+    return {*history.open, *retryable, *finalists(list(history.records.values()), config)}
 
 
 def remove_leftovers(
@@ -71,8 +71,7 @@ def remove_leftovers(
     Doing it again, or after a kill, does no harm.
 
     Args:
-        done: The trials that it was done for, each with whether it was a finalist then; these are
-            left out.
+        done: Processed trials, each with whether it was a finalist then; these are skipped.
     """
     records = history.records
     done = {} if done is None else done
@@ -94,17 +93,17 @@ def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: 
     store = CheckpointStore(str(folder.train), record.trial_id, address=address)
     store.keep_only(Path(saved).name if finalist and saved else None)
     remove_other_bests(str(root / "trained"), [dict(record.last)])
-    gone = [root / "start"]
+    removable = [root / "start"]
     if record.status == COPY:
-        gone.append(root / "converted")
+        removable.append(root / "converted")
     # Training continued from the result of a relaxation's last stage
     relaxed = record.last.get("relaxed_dir")
-    gone += [
+    removable += [
         stage
         for stage in root.glob("trained.relaxed/stage-*")
         if not relaxed or stage != Path(relaxed).parent
     ]
-    for path in gone:
+    for path in removable:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -119,7 +118,7 @@ def _remove_weights(folder: SearchFolder, record: TrialRecord, finalist: bool) -
         else [root / "converted", root / "trained", root / "trained.best", root / "trained.relaxed"]
     )
     if finalist and last.get("checkpoint_path") and best and Path(best) != root / "trained":
-        gone.append(root / "trained")  # the training goes on from its checkpoint
+        gone.append(root / "trained")  # the training resumes from its checkpoint
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -42,7 +42,7 @@ class SearchRecord(TypedDict):
     engine_caches: list[CachePoint]
     """Models with their caches in the formats of engines."""
     engine_front: list[CachePoint]
-    """Those that no other one beats in bytes of the engine and loss."""
+    """Points that no other one beats in both bytes of the engine and loss."""
     interrupted: bool
     report: str | None
 

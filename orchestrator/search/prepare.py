@@ -81,7 +81,7 @@ def prepare_original(
         config.train.device_batch_size,
         workers is None,
     )
-    if workers is not None:  # by now nothing holds what they need
+    if workers is not None:  # by now no process uses their resources
         started = time.perf_counter()
         calibration = checkpoint_calibration(
             Checkpoint(path, prepared.setup.model.config),
@@ -95,8 +95,8 @@ def prepare_original(
         add_calibration(record, calibration)
         record["seconds"] += time.perf_counter() - started
     if (ranks := config.search.tensor_parallel) > 1:
-        own = EngineSupport.of([prepared.geometry.num_kv_heads], prepared.geometry.head_dim)
-        each = own.on_rank(ranks).bytes_per_token(prepared.setup.dtype)
+        support = EngineSupport.of([prepared.geometry.num_kv_heads], prepared.geometry.head_dim)
+        each = support.on_rank(ranks).bytes_per_token(prepared.setup.dtype)
         record["kv_bytes_per_token_per_gpu"] = prepared.geometry.num_layers * each
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes per token"

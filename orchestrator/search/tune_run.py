@@ -87,7 +87,7 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     log.catch_up()
     if len(history.configs) == searcher.total and not history.open:
         ConversionLibrary.of_search(folder.root).remove()
-        return  # resumed, and only the promotion is left to do
+        return  # resumed, and only the promotion remains
     replay(history, copying, scheduler)
     decided = JournaledScheduler(scheduler, journal)
     _quiet(session.parallel)
@@ -135,7 +135,7 @@ def _tuner(
     return tune.Tuner(
         tune.with_resources(
             tune.with_parameters(run_trial, context=session.context),
-            partial(_own, demand, session.context.rungs),
+            partial(_trial_resources, demand, session.context.rungs),
         ),
         tune_config=tune.TuneConfig(
             search_alg=search,
@@ -151,7 +151,7 @@ def _tuner(
     )
 
 
-def _own(
+def _trial_resources(
     demand: Demand, rungs: Sequence[int], config: Mapping[str, Any]
 ) -> tune.PlacementGroupFactory:
     """Return the resources of a trial's own process for its whole duration.

@@ -40,7 +40,7 @@ def report_waiting(
         mlflow.put(run())
 
     gauges.set_gauge(gauges.WAITS, 0, search=folder.root.name)
-    if waits_for(folder.waiting):  # of a driver that was killed
+    if waits_for(folder.waiting):  # left by a driver that was killed
         report(None)
     minutes = config.resources.stall_minutes
     stall = None if minutes is None else StallWatch(60 * minutes, partial(_newest_line, folder))

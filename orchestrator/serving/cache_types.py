@@ -37,10 +37,10 @@ from orchestrator.serving.speed import (
 from trainers.evaluation import comparison
 
 SCORED_TOKENS = 2048
-"""By default: llama.cpp scores one token per request."""
+"""Default: llama.cpp scores one token per request."""
 _SECONDS = 4 * 3600  # that it may take to score the text in one format
 _REFERENCE = CachePair.parse("f16")
-"""What losses and bytes are compared with; always measured."""
+"""The reference of losses and bytes; always measured."""
 _Row = tuple[str, CachePair]
 
 
@@ -58,11 +58,11 @@ class CacheTypeRow(TypedDict):
     loss_increase: float
     loss_increase_stderr: float | None
     kv_bytes_per_token: float
-    """As the engine reports it."""
+    """Bytes that the engine reports."""
     share: float
-    """Of the bytes of the reference."""
+    """Share of the bytes of the reference."""
     sequences: int
-    """Of the context length that fit in the memory."""
+    """Sequences of the context length that fit in the memory."""
     prefill_tokens_per_second: NotRequired[float]
     """Neither speed is there if no tokens were to be decoded."""
     decode_tokens_per_second: NotRequired[float]
@@ -200,15 +200,15 @@ def _scores(
     python: str, rows: Mapping[_Row, Exported], sequences: Tensor
 ) -> dict[_Row, llama_cpp.Scores]:
     """Return the log-probabilities and the cache's bytes of each row, by llama.cpp."""
-    found: dict[_Row, llama_cpp.Scores] = {}
+    scores: dict[_Row, llama_cpp.Scores] = {}
     with stage(f"loss in {llama_cpp.NAME}", len(rows), "runs") as progress:
         for row, model in rows.items():
             file = model.folder / "model.gguf"
             tokens = sequences.tolist()
             width = model.held.head_dim
-            found[row] = llama_cpp.score(python, file, tokens, row[1], width, _SECONDS)
+            scores[row] = llama_cpp.score(python, file, tokens, row[1], width, _SECONDS)
             progress.step()
-    return found
+    return scores
 
 
 def _table(

@@ -1,4 +1,4 @@
-"""Whether an engine computes of an export what the source computes, in the promised cache."""
+"""Check that an engine computes the same of an export as the source, in the promised cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CheckError(ValueError):
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run of an engine against the source.
+    """A run of an engine, compared with the source.
 
     Attributes:
         same: Prompts whose tokens are all the source's greedy ones.
@@ -134,7 +134,7 @@ def prompts_for(
 ) -> tuple[list[list[int]], list[str] | None]:
     """Return prompts as token ids, and their texts.
 
-    Of a model without a tokenizer the ids are random, and there are no texts.
+    For a model without a tokenizer the ids are random, and there are no texts.
     """
     if tokenizer is not None:
         return [tokenizer(text)["input_ids"] for text in _PROMPTS], list(_PROMPTS)
@@ -145,8 +145,11 @@ def prompts_for(
 
 def end_tokens(source: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     """Return the tokens at which an engine ends a completion."""
-    own = getattr(source.generation_config, "eos_token_id", None)
-    ends = [*(own if isinstance(own, list) else [own]), getattr(tokenizer, "eos_token_id", None)]
+    configured = getattr(source.generation_config, "eos_token_id", None)
+    ends = [
+        *(configured if isinstance(configured, list) else [configured]),
+        getattr(tokenizer, "eos_token_id", None),
+    ]
     return frozenset(end for end in ends if end is not None)
 
 
@@ -154,7 +157,7 @@ def end_tokens(source: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 def _compare(
     source: PreTrainedModel, prompts: Sequence[Sequence[int]], run: EngineRun, ends: frozenset[int]
 ) -> RunResult:
-    """Run the source over each prompt with the engine's own tokens behind it, and compare."""
+    """Run the source over each prompt followed by the engine's own tokens, and compare."""
     same = tokens = 0
     difference = shortfall = largest = 0.0
     for prompt, completion in zip(prompts, run.completions, strict=True):

@@ -1,10 +1,10 @@
 """Decode time of any plan in an engine, looked up.
 
-The engine is timed once a search, at a few head counts. Layers are computed one after another, so
-that the time of a model is that of what all plans share plus a time for each layer. With as many KV
-heads in every layer it is T(heads); a plan's is then the mean of T over its layers, and what the
-plans share needs no measurement of its own. Between measured counts T is taken to be linear:
-decoding reads the cache.
+The engine is timed once per search, at a few head counts. Layers are computed one after another, so
+that the time of a model is a part common to all plans plus a time for each layer. With as many KV
+heads in every layer it is T(heads); a plan's is then the mean of T over its layers, and the common
+part needs no separate measurement. Between measured counts T is taken to be linear: decoding reads
+the cache.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class DecodeTimes:
     heads: tuple[int, ...]
     seconds: tuple[float, ...]
 
-    def of(self, held: EngineSupport) -> float:
+    def of(self, support: EngineSupport) -> float:
         """Return the seconds per token of a plan, by what the engine holds of it."""
         counts = [
             (keys + values) / 2
-            for keys, values in zip(held.key_heads, held.value_heads, strict=True)
+            for keys, values in zip(support.key_heads, support.value_heads, strict=True)
         ]
         return float(np.mean(np.interp(counts, self.heads, self.seconds)))
 

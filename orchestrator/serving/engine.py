@@ -1,4 +1,4 @@
-"""One engine: how it is found, started in a process of its own, and asked."""
+"""An engine: finding it, starting it in a separate process, and requests to it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class EngineError(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """What an engine computes: greedy completions of prompts, and what cache it holds.
+    """A request to an engine: greedy completions of prompts, and the size of its cache.
 
     Attributes:
         prompts: Token ids.
         tokens: To generate after each prompt, stopping before an end token.
         dtype: Of the weights.
-        held: What the format promises of the cache.
-        memory: Bytes of the cache that is asked about.
+        held: The cache that the format promises.
+        memory: Bytes of the cache in the request.
         texts: The prompts before tokenisation; None for a model without a tokenizer.
         own_code: Whether the folder has Python files that the engine must run.
         activation: Of the MLPs, by transformers' name.
@@ -61,7 +61,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine has added to a prompt of `prompt_tokens`.
+    """The tokens that an engine has added to a prompt of `prompt_tokens`.
 
     None stands for log-probabilities that it does not report.
     """
@@ -73,10 +73,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """One way in which an engine computed.
+    """A computation by an engine in one of its modes.
 
     Attributes:
-        how: In words.
+        how: The mode, in words.
         tolerance: The difference of log-probabilities that its arithmetic may cause.
     """
 
@@ -87,7 +87,7 @@ class EngineRun:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine has computed.
+    """The results of an engine.
 
     Attributes:
         runs: At least one.
@@ -104,7 +104,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class SpeedQuestion:
-    """What an engine is timed at; other fields as in `Question`.
+    """The size of an engine's timing; other fields as in `Question`.
 
     Attributes:
         prompts: Token ids, one at a time.

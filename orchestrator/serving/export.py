@@ -35,7 +35,7 @@ from orchestrator.serving.engines import engine as engine_named
 
 
 class EngineExportRecord(TypedDict):
-    """What an export has shown, and what loads it.
+    """The result of an export, and the software that loads it.
 
     Bytes are those of a token's KV cache in `cache_dtype`.
     """
@@ -49,15 +49,15 @@ class EngineExportRecord(TypedDict):
     cache_dtype: str
     engines: tuple[str, ...]
     kv_heads: tuple[int, ...]
-    """Of each layer, as the engines hold them."""
+    """KV heads of each layer as the engines store them."""
     kv_bytes_per_token_before: int
     kv_bytes_per_token_after: int
     kv_bytes_per_token_original: int | None
     max_logit_difference: float
     max_logit: float
     check: Mapping[str, Any]
-    """What an engine that loaded it has shown (`orchestrator.serving.check.CheckResult`); empty
-    without a check."""
+    """Results of an engine that loaded it (`orchestrator.serving.check.CheckResult`); empty without
+    a check."""
     zero_query_heads: int
     extra_attention: float
     format: str
@@ -65,18 +65,18 @@ class EngineExportRecord(TypedDict):
     format_note: str
     padding: NotRequired[Mapping[str, Any]]
     engine_cache: NotRequired[FormatRecord]
-    """With `--cache-format`: what the engine's cache takes then."""
+    """With `--cache-format`: size of the engine's cache in that format."""
     tensor_parallel: NotRequired[Mapping[str, Any]]
-    """With `--tensor-parallel`: what each GPU holds (`attention.tensor_parallel.RankCache`)."""
+    """With `--tensor-parallel`: cache of each GPU (`attention.tensor_parallel.RankCache`)."""
     other_targets: dict[str, str]
-    """Of target auto: why the others were not taken."""
+    """For target auto: the reasons against the other targets."""
 
 
 def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
     """Write a checkpoint for a target, its tokenizer with it.
 
-    With `options.check` the engine (the target's first, unless named) loads the result in a process
-    of its own, and nothing is written unless it computes the same in the cache that was promised.
+    With `options.check` the engine (the target's first, unless named) loads the result in a
+    separate process, and nothing is written unless it computes the same in the promised cache.
 
     Raises:
         ConfigError: For what is wrong with checkpoint or options. Likewise ValueError, as
@@ -160,14 +160,14 @@ def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> Forma
             f"cache_format: {pair.name} is supported by {', '.join(pair.engines)}, and target "
             f"{chosen.name} is read by {', '.join(chosen.engines)}"
         )
-    held = chosen.held(opened.config, opened.plan)
-    heads = sum(held.key_heads) + sum(held.value_heads)
+    support = chosen.held(opened.config, opened.plan)
+    heads = sum(support.key_heads) + sum(support.value_heads)
     try:
         record = format_record(pair, opened.plan)
-        held_bytes = held.bytes_in(pair)
+        held_bytes = support.bytes_in(pair)
     except CacheFormatError as error:
         raise ConfigError(f"cache_format: {error}") from None
-    share = held_bytes / (heads * held.head_dim * REFERENCE_BYTES)
+    share = held_bytes / (heads * support.head_dim * REFERENCE_BYTES)
     return {**record, "kv_bytes_per_token": held_bytes, "share": share}
 
 

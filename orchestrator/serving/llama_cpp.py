@@ -1,9 +1,9 @@
-"""llama.cpp through `xllamacpp`, in a process of its own.
+"""llama.cpp through `xllamacpp`, in a separate process.
 
-It is asked twice. Without flash attention it computes in float32, if the weights are in float32;
-that shows whether the maths is right. With flash attention, as people run it, it rounds keys and
-values to 16 bits, and its cache holds for each layer the heads of that layer; without it the value
-cache of every layer is as wide as the widest.
+It runs twice. Without flash attention it computes in float32, if the weights are in float32; that
+shows whether the maths is right. With flash attention, as in normal use, it rounds keys and values
+to 16 bits, and its cache stores for each layer the heads of that layer; without it the value cache
+of every layer is as wide as the widest.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def ask(python: str, question: Question) -> Answer:
     exact, _ = _run(python, question, max(256, question.longest), "float32", flash=False)
     cells = cells_for(question.held.bytes_per_token(cache_dtype), head_bytes)
     served, log = _run(python, question, max(cells, question.longest), cache_dtype, flash=True)
-    held = kv_bytes_per_token(log, head_bytes)
+    cache_bytes = kv_bytes_per_token(log, head_bytes)
     rounding = max(ROUNDING[question.dtype], GELU if "gelu" in question.activation else 0.0)
     runs = [
         EngineRun("float32 cache, no flash attention", completions_of(exact), rounding),
@@ -73,7 +73,7 @@ def ask(python: str, question: Question) -> Answer:
             max(2 * rounding, ROUNDING["float16"]),
         ),
     ]
-    return Answer(served["version"], runs, cache_dtype, held, question.memory // held)
+    return Answer(served["version"], runs, cache_dtype, cache_bytes, question.memory // cache_bytes)
 
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
@@ -89,14 +89,18 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
         promised = question.held.bytes_in(pair)
     cells = max(cells_for(promised, head_bytes), question.longest)
     answer, log = _run(python, question, cells, cache_dtype, flash=True)
-    held = kv_bytes_per_token(log, head_bytes)
+    cache_bytes = kv_bytes_per_token(log, head_bytes)
     return SpeedAnswer(
-        answer["version"], answer["seconds"], cache_dtype, held, question.memory // held
+        answer["version"],
+        answer["seconds"],
+        cache_dtype,
+        cache_bytes,
+        question.memory // cache_bytes,
     )
 
 
 class Scores(NamedTuple):
-    """What llama.cpp makes of given text.
+    """The losses that llama.cpp computes of given text.
 
     Attributes:
         log_probabilities: Of each token but the first of each sequence; None for tokens that end

@@ -180,9 +180,9 @@ def exported(
     It is as it is if it is an export for the engine, else exported to `out`, by the target with the
     smallest cache unless one is named.
     """
-    given = is_export(name)
-    folder = Path(name) if given else out
-    if not given:
+    exists = is_export(name)
+    folder = Path(name) if exists else out
+    if not exists:
         source = Checkpoint.open(name)
         written = checkpoints.written_dtype(source, dtype)
         target = target_name or _target(key, engine, source.config, written)
@@ -200,16 +200,22 @@ def exported(
             "give its source here"
         )
     own_code = any(folder.glob("*.py"))
-    if given and own_code and not trusted:
+    if exists and own_code and not trusted:
         raise ConfigError(
             f"{key}: {str(name)!r} has Python files that {engine.name} must run; read them, and "
             "add --trust-remote-code, or give the checkpoint that it was exported from"
         )
     vocabulary, positions = _limits(folder)
     pairs = 2 * sum(record["kv_heads"]) * BYTES[record["cache_dtype"]]
-    held = EngineSupport.of(record["kv_heads"], record["kv_bytes_per_token_after"] // pairs)
+    support = EngineSupport.of(record["kv_heads"], record["kv_bytes_per_token_after"] // pairs)
     return Exported(
-        folder.absolute(), record["target"], record["dtype"], held, vocabulary, positions, own_code
+        folder.absolute(),
+        record["target"],
+        record["dtype"],
+        support,
+        vocabulary,
+        positions,
+        own_code,
     )
 
 
@@ -221,8 +227,8 @@ def _target(key: str, engine: Engine, config: Any, dtype: str) -> str:
     for name, target in targets().items():
         if engine.name in target.engines:
             try:
-                held = target.held(config, plan).bytes_per_token(dtype)
-                costs[name] = (held, -len(target.engines))
+                cache_bytes = target.held(config, plan).bytes_per_token(dtype)
+                costs[name] = (cache_bytes, -len(target.engines))
             except TargetError as error:
                 reasons.append(f"{name}: {error}")
     if not costs:

@@ -54,8 +54,10 @@ def speed_table(record: Mapping[str, Any]) -> tables.Table:
             rows.append([f"{at['context_length']}", key, *speeds, f"{sequences:,}"])
         if "ratios" in at:
             prefill, decode, sequences = at["ratios"].values()
-            own, other = (models[key]["kv_bytes_per_token"] for key in ("checkpoint", "original"))
-            ratios = [f"{prefill:.2f} x", f"{decode:.2f} x", f"{own / other:.2f} x"]
+            model_bytes, other = (
+                models[key]["kv_bytes_per_token"] for key in ("checkpoint", "original")
+            )
+            ratios = [f"{prefill:.2f} x", f"{decode:.2f} x", f"{model_bytes / other:.2f} x"]
             rows.append(["", "ratio", *ratios, "" if sequences is None else f"{sequences:.2f} x"])
     return tables.Table(_COLUMNS, rows)
 

@@ -26,7 +26,7 @@ from orchestrator.serving.engine import (
 )
 
 NAME = "transformers"
-ROUNDING = 1e-3  # it is asked in float32
+ROUNDING = 1e-3  # it computes in float32
 
 
 def find(python: str | None) -> str:
@@ -42,17 +42,23 @@ def find(python: str | None) -> str:
 def ask(python: str, question: Question) -> Answer:
     """Complete prompts in float32."""
     answer = _run(python, question, "float32", 0)
-    held = answer["kv_bytes_per_token"]
+    cache_bytes = answer["kv_bytes_per_token"]
     runs = [EngineRun("float32", completions_of(answer), ROUNDING)]
-    return Answer(answer["version"], runs, "float32", held, int(question.memory // held))
+    return Answer(
+        answer["version"], runs, "float32", cache_bytes, int(question.memory // cache_bytes)
+    )
 
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     """Time `generate` in the dtype of the weights."""
     answer = _run(python, question, question.dtype, question.repetitions)
-    held = answer["kv_bytes_per_token"]
+    cache_bytes = answer["kv_bytes_per_token"]
     return SpeedAnswer(
-        answer["version"], answer["seconds"], question.dtype, held, int(question.memory // held)
+        answer["version"],
+        answer["seconds"],
+        question.dtype,
+        cache_bytes,
+        int(question.memory // cache_bytes),
     )
 
 

@@ -1,4 +1,4 @@
-"""vLLM, in an environment of its own: it brings a torch that is not ours."""
+"""vLLM, in a separate environment: it requires another version of torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orchestrator.serving.engine import (
 
 NAME = "vLLM"
 VARIABLE = "HEADFOLD_VLLM_PYTHON"
-ROUNDING = 1e-3  # it is asked in float32
+ROUNDING = 1e-3  # it computes in float32
 
 
 def find(python: str | None) -> str:
@@ -43,16 +43,16 @@ def ask(python: str, question: Question) -> Answer:
     """Complete prompts in float32."""
     answer = _run(python, question, "float32", 0, question.texts is not None)
     runs = [EngineRun("float32", completions_of(answer), ROUNDING)]
-    held = answer["cache_bytes"] / answer["capacity"]
-    return Answer(answer["version"], runs, "float32", held, answer["capacity"])
+    cache_bytes = answer["cache_bytes"] / answer["capacity"]
+    return Answer(answer["version"], runs, "float32", cache_bytes, answer["capacity"])
 
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     """Time it in the dtype of the weights, without graphs (`enforce_eager`)."""
     answer = _run(python, question, question.dtype, question.repetitions, False)
-    held = answer["cache_bytes"] / answer["capacity"]
+    cache_bytes = answer["cache_bytes"] / answer["capacity"]
     return SpeedAnswer(
-        answer["version"], answer["seconds"], question.dtype, held, answer["capacity"]
+        answer["version"], answer["seconds"], question.dtype, cache_bytes, answer["capacity"]
     )
 
 
@@ -75,10 +75,10 @@ def _run(
         "trust_remote_code": question.own_code,
         "model_impl": _implementation(question.folder),
     }
-    kept = {
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))
     }
-    return run_child(NAME, [python, "-P", str(CHILDREN / "vllm_child.py")], request, kept)[0]
+    return run_child(NAME, [python, "-P", str(CHILDREN / "vllm_child.py")], request, environment)[0]
 
 
 def _implementation(folder: Path) -> str:

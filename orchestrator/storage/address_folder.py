@@ -153,7 +153,7 @@ class AddressFolder:
             return identity
 
     def release(self) -> None:
-        """Give the address free, if no other driver of this working folder is left."""
+        """Release the address, if no other driver of this working folder is running."""
         if self._users is None:
             return
         last = True
@@ -187,17 +187,17 @@ class AddressFolder:
     # ---- the two manifests -----------------------------------------------------------------------
 
     def _open(self) -> Manifest:
-        """Return the manifest at the address, read again where a driver beside has sent files."""
+        """Return the manifest at the address, read again where another driver has sent files."""
         stamp = None
         with contextlib.suppress(OSError):
             stat = self._state.stat()
             stamp = (stat.st_size, stat.st_mtime_ns)
         if self.remote is None or stamp != self._state_stamp:
-            found = self.objects.read(self._path(MANIFEST))
-            self._remote_tag = found.tag if found is not None else None
+            stored = self.objects.read(self._path(MANIFEST))
+            self._remote_tag = stored.tag if stored is not None else None
             self.remote = (
-                read_record(found, Manifest, self._path(MANIFEST))
-                if found is not None
+                read_record(stored, Manifest, self._path(MANIFEST))
+                if stored is not None
                 else {"format": FORMAT, "generation": 0, "epoch": 0, "writer": "", "files": {}}
             )
             self.synced = self._read_state()["files"]
@@ -230,8 +230,8 @@ class AddressFolder:
         except WriteConflictError:
             # A late write of a driver that was taken over, or ours before a kill
             self._verify()
-            found = self.objects.read(path)
-            self._remote_tag = self.objects.write(path, content, found and found.tag)
+            stored = self.objects.read(path)
+            self._remote_tag = self.objects.write(path, content, stored and stored.tag)
         self._save_state()
 
     def _save_state(self) -> None:

@@ -1,4 +1,4 @@
-"""What models of a search lose with their caches as engines hold them."""
+"""Losses of a search's models with their caches rounded as engines store them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class CacheModel(TypedDict):
     """A model of a search whose cache is measured."""
 
     name: str
-    """As people read it."""
+    """The name for people."""
     role: str
     """`ORIGINAL_ROLE`, `BASELINE_ROLE`, `TRIAL_ROLE` or `PROMOTED_ROLE`."""
     label: str
-    """Of the recipe; the role where there is none."""
+    """The label of the recipe; the role where there is none."""
     trial_id: str | None
     kv_ratio: float
-    """As requested of the plan; 1 for the original."""
+    """The requested ratio of the plan; 1 for the original."""
     folder: str
-    """Of the weights."""
+    """The folder of the weights."""
 
 
 class CachePoint(CacheModel):
@@ -42,22 +42,22 @@ class CachePoint(CacheModel):
 
     cache_format: str
     engines: list[str]
-    """Those that hold it."""
+    """The engines that support it."""
     flags: list[str]
     """On the command line of each of the engines."""
     kv_bytes_per_token: int
     share: float
-    """Of the bytes of the original's cache in 16 bits."""
+    """Share of the bytes of the original's cache in 16 bits."""
     loss: float
     loss_increase: float
     loss_increase_stderr: float | None
 
 
 class CacheMeasurement(TypedDict):
-    """What one model takes and loses."""
+    """Bytes and losses of one model."""
 
     caches: dict[str, FormatRecord]
-    """By format."""
+    """Records by format."""
     sequence_losses: dict[str, list[float]]
     """Loss of each held-out sequence, by format; of the original also with its cache not rounded.
     """
@@ -69,7 +69,7 @@ class EngineCachesRecord(TypedDict):
     """The content of `engine_caches.json`."""
 
     measurements: dict[str, CacheMeasurement]
-    """By folder of the weights."""
+    """Measurements by folder of the weights."""
     points: list[CachePoint]
 
 

@@ -73,8 +73,8 @@ class ComparedObjects:
 
     def write(self, path: str, content: bytes, tag: str | None) -> str:
         """Write an object that is as it was read."""
-        found = self.read(path)
-        if (found.tag if found is not None else None) != tag:
+        stored = self.read(path)
+        if (stored.tag if stored is not None else None) != tag:
             raise WriteConflictError(f"{path} has changed")
         write_object(self._filesystem, path, content)
         return hashlib.sha256(content).hexdigest()
@@ -109,12 +109,12 @@ class S3Objects:
         """Return an object, with its ETag."""
         bucket, _, key = path.partition("/")
         try:
-            found = self._client.get_object(Bucket=bucket, Key=key)
+            response = self._client.get_object(Bucket=bucket, Key=key)
         except self._client.exceptions.ClientError as error:
             if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
                 return None
             raise
-        return StoredObject(found["Body"].read(), found["ETag"])
+        return StoredObject(response["Body"].read(), response["ETag"])
 
     def write(self, path: str, content: bytes, tag: str | None) -> str:
         """Write an object by a request with If-Match, or If-None-Match."""
@@ -156,31 +156,31 @@ class GcsObjects:
         """Return an object, with its generation."""
         bucket, _, key = path.partition("/")
         url = f"{self._base}/storage/v1/b/{bucket}/o/{quote(key, safe='')}"
-        found = self._session.get(url, params={"alt": "media"}, timeout=60)
-        if found.status_code == 404:
+        response = self._session.get(url, params={"alt": "media"}, timeout=60)
+        if response.status_code == 404:
             return None
-        found.raise_for_status()
-        return StoredObject(found.content, found.headers["x-goog-generation"])
+        response.raise_for_status()
+        return StoredObject(response.content, response.headers["x-goog-generation"])
 
     def write(self, path: str, content: bytes, tag: str | None) -> str:
         """Write an object by a request with ifGenerationMatch, 0 for one that is new."""
         bucket, _, key = path.partition("/")
-        found = self._session.post(
+        response = self._session.post(
             f"{self._base}/upload/storage/v1/b/{bucket}/o",
             params={"uploadType": "media", "name": key, "ifGenerationMatch": tag or "0"},
             data=content,
             timeout=600,
         )
-        if found.status_code == 412 or (found.status_code == 404 and tag is not None):
+        if response.status_code == 412 or (response.status_code == 404 and tag is not None):
             raise WriteConflictError(f"{path} has changed")
-        found.raise_for_status()
-        return str(found.json()["generation"])
+        response.raise_for_status()
+        return str(response.json()["generation"])
 
 
 def conditional_objects(filesystem: Any, root: str, address: str) -> ConditionalObjects:
     """Return the objects at an address, with the store's own conditions where it keeps them.
 
-    A store is asked for that once: of two writes of one new object it must refuse the second.
+    The store is tested once: of two writes of one new object it must refuse the second.
 
     Args:
         filesystem: pyarrow's.
@@ -213,7 +213,7 @@ def _refuses_a_second(objects: ConditionalObjects, filesystem: Any, root: str) -
 
 
 def write_object(filesystem: Any, path: str, content: bytes) -> None:
-    """Write an object whatever is there."""
+    """Write an object, whether it exists or not."""
     with open_object(filesystem, path) as stream:
         stream.write(content)
 

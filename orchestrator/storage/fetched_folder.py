@@ -48,7 +48,8 @@ class FetchedFolder(AddressFolder):
         """Bring the working folder up to date; return the number of files fetched.
 
         Records and small files come first, and large files of the storage itself; those of a search
-        when it goes on, see `fetch_search`. What is replaced here is set aside.
+        when it is resumed, see `fetch_search`. Files that are replaced here are moved to another
+        folder.
 
         Args:
             side: Which of the two counts where both have changed; None: that is an error.
@@ -69,13 +70,15 @@ class FetchedFolder(AddressFolder):
         unmoved = self._remote_tag is not None and (
             (state["generation"], state["epoch"]) == (remote["generation"], remote["epoch"])
         )
-        self.synced = {name: known for name, known in state["files"].items() if name in files}
+        self.synced = {name: entry for name, entry in state["files"].items() if name in files}
         units: dict[str, State] = dict.fromkeys({unit_of(n) for n in (*entries, *files)}, "ahead")
         contents = {}
         if not unmoved:
             for unit in units:
                 units[unit], contents[unit] = self._compare(unit, entries, files, state["files"])
-        diverged = sorted(unit for unit, found in units.items() if found == "diverged")
+        diverged = sorted(
+            unit for unit, state_of_unit in units.items() if state_of_unit == "diverged"
+        )
         if diverged and side is None:
             raise ConfigError(self._report(diverged, contents))
         fetched: list[str] = []
@@ -93,17 +96,17 @@ class FetchedFolder(AddressFolder):
         return len(fetched)
 
     def _entries(self, remote: Manifest, listing: dict[str, int]) -> dict[str, FileEntry]:
-        """Return what lies at the address: as the manifest says, where the sizes agree.
+        """Return the files at the address: as in the manifest, where the sizes agree.
 
         A kill leaves files there that were sent after the last manifest.
         """
         entries: dict[str, FileEntry] = {}
         for name, size in listing.items():
-            known = remote["files"].get(name)
+            entry = remote["files"].get(name)
             if ".." in PurePosixPath(name).parts or TRAINING_CHECKPOINTS.search(name):
                 continue
-            if known is not None and known["size"] == size:
-                entries[name] = known
+            if entry is not None and entry["size"] == size:
+                entries[name] = entry
             else:
                 entries[name] = {"size": size, "sha256": None, "generation": 0}
         return entries
@@ -158,14 +161,14 @@ class FetchedFolder(AddressFolder):
 
     def _agrees(self, name: str, entry: FileEntry, stamp: FileStamp) -> bool:
         """Return whether a file here is the one at the address."""
-        known = self.synced.get(name)
+        synced = self.synced.get(name)
         if entry["sha256"] is None:
-            # Of a former version: large files were written once, under a name of their own
+            # Of a former version: large files were written once, under a separate name
             if is_bulk(name):
                 return stamp[0] == entry["size"]
             return self._read(name) == self._read_there(name)
-        if known is not None and known["stamp"] == stamp:
-            return known["sha256"] == entry["sha256"]
+        if synced is not None and synced["stamp"] == stamp:
+            return synced["sha256"] == entry["sha256"]
         if not name.endswith(".db") and stamp[0] != entry["size"]:
             return False
         if self._digest(name) != entry["sha256"]:
@@ -209,31 +212,31 @@ class FetchedFolder(AddressFolder):
         return len(parts) > 2 and parts[1] in _ON_DEMAND and entry["size"] > _SMALL
 
     def fetch_search(self, unit: str, trials: Collection[str]) -> int:
-        """Fetch what a search goes on with; return the number of files.
+        """Fetch the files that a search needs to resume; return the number of files.
 
         That is all of it but the weights of other trials than these, and Ray Tune's files, which
-        nobody reads.
+        are never read.
 
         Args:
             unit: Its folder in the storage.
             trials: Ids of those that are open or may be promoted.
         """
-        if not self._wanted(unit, trials):
+        if not self._names_to_fetch(unit, trials):
             return 0
         with file_lock(self.local / STATE_FOLDER / "lock"):
             remote = self._open()
-            wanted = self._wanted(unit, trials)
-            size = sum(remote["files"][name]["size"] for name in wanted)
+            names = self._names_to_fetch(unit, trials)
+            size = sum(remote["files"][name]["size"] for name in names)
             print(
-                f"storage  {len(wanted)} file(s) of {unit}, {size / 2**30:.2f} GiB, come from "
+                f"storage  {len(names)} file(s) of {unit}, {size / 2**30:.2f} GiB, come from "
                 f"{self.address}",
                 flush=True,
             )
-            self._fetch(wanted)
+            self._fetch(names)
             self._save_state()
-            return len(wanted)
+            return len(names)
 
-    def _wanted(self, unit: str, trials: Collection[str]) -> list[str]:
+    def _names_to_fetch(self, unit: str, trials: Collection[str]) -> list[str]:
         names = []
         for name in list(self._open_entries()):
             parts = PurePosixPath(name).parts

@@ -9,13 +9,13 @@ its `time`, in seconds since 1970:
     trial      a searcher's suggestion: `trial` (its id), `config`
     report     a trial's scores at a rung: `trial`, `result`, and the scheduler's `decision`; with
                `copy_of` in the result the trial is stopped as a copy of that one
-    advance    a paused trial goes on: `trial`
+    advance    a paused trial continues: `trial`
     end        a trial has ended: `trial`, `error` (None without one), `trace` (the file of its
                traceback), `lost`: whether its machines have failed, so that another try may
                succeed, and `bare`: whether Tune gave no result with it
     again      such another try: `trial`
     interrupt  the driver was stopped (Ctrl-C): trials that have not ended wait to be resumed
-    resume     they go on
+    resume     they continue
     run        the MLflow run of a trial: `trial`, `run_id`
 
 Searcher and scheduler are deterministic: after the same events in the same order they are in the
@@ -54,7 +54,7 @@ _TUNE_METADATA = {
     "iterations_since_restore", "node_ip", "should_checkpoint", "time_since_restore",
     "time_this_iter_s", "time_total_s", "trial_id",
 }  # fmt: skip
-"""What Tune adds to a result; no decision rests on it."""
+"""Fields that Tune adds to a result; no decision depends on them."""
 _REMEDY = "restore the file from a copy, or start a new search"
 
 
@@ -63,7 +63,7 @@ class JournalError(ConfigError):
 
 
 class JournalEvent(TypedDict):
-    """One line of a journal; which keys an event has besides `event` and `time` says the module."""
+    """One line of a journal; the module lists the keys of an event besides `event` and `time`."""
 
     event: str
     time: float
@@ -71,7 +71,7 @@ class JournalEvent(TypedDict):
     rungs: int
     trial: str
     config: Any
-    """As the searcher suggested it."""
+    """The configuration that the searcher suggested."""
     result: Any
     """A `RungReport`."""
     decision: str
@@ -208,7 +208,8 @@ class Journal:
     def __getstate__(self) -> dict[str, object]:
         """Leave out the check, which holds a lock.
 
-        Tune pickles a journal with its searcher, for a resumption of its own, which is never used.
+        Tune pickles a journal with its searcher, for a resumption by Tune itself, which is never
+        used.
         """
         return {**vars(self), "_check": None}
 
@@ -250,7 +251,7 @@ class Journal:
         try:
             size = os.fstat(descriptor).st_size
             beyond = os.pread(descriptor, max(0, size - self._length), self._length)
-            if size < self._length or b"\n" in beyond:  # what is cut short was nobody's act
+            if size < self._length or b"\n" in beyond:  # only an incomplete last line is expected
                 raise JournalError(
                     f"{self.path} was changed by another process ({size} bytes, expected "
                     f"{self._length}): another driver has taken the search over, and this one "

@@ -91,10 +91,10 @@ class AddressLease:
         Raises:
             AddressTakenError: If a driver with another working folder uses it.
         """
-        found = self._read()
-        before = found and found[0]
-        if found is not None:
-            holder, self._tag = found
+        current = self._read()
+        before = current and current[0]
+        if current is not None:
+            holder, self._tag = current
             self.record["epoch"] = holder["epoch"]
             if holder["folder"] != self.record["folder"]:
                 if not holder["released"]:
@@ -130,13 +130,13 @@ class AddressLease:
                 break
             if (now[0]["folder"], now[0]["beat"]) != (holder["folder"], holder["beat"]):
                 raise AddressTakenError(self._refusal(now))
-        found = self._read()
-        return found[1] if found is not None else tag
+        current = self._read()
+        return current[1] if current is not None else tag
 
-    def _refusal(self, found: tuple[AddressHolder, str] | None) -> str:
+    def _refusal(self, current: tuple[AddressHolder, str] | None) -> str:
         process = "another process"
-        if found is not None:
-            process = describe_holder(found[0])
+        if current is not None:
+            process = describe_holder(current[0])
         return (
             f"storage: {self._address} is being used by {process}, with its own working "
             "folder; wait for it or stop it, or give this search another storage"
@@ -171,7 +171,7 @@ class AddressLease:
         self.check()
 
     def check(self) -> None:
-        """Check that nothing seen so far says that another folder has taken over.
+        """Check that no record read until now names another folder as the holder.
 
         Raises:
             AddressTakenError: If something does.
@@ -190,14 +190,14 @@ class AddressLease:
     def _adopt_or_lose(self) -> None:
         """Write over what another driver of this folder, or a former holder, has written."""
         for _ in range(5):
-            found = self._read()
-            if found is not None:
-                holder, self._tag = found
-                own = holder["folder"] == self.record["folder"]
-                if not own and holder["epoch"] >= self.record["epoch"]:
+            current = self._read()
+            if current is not None:
+                holder, self._tag = current
+                is_ours = holder["folder"] == self.record["folder"]
+                if not is_ours and holder["epoch"] >= self.record["epoch"]:
                     self._lose(holder)
                     return
-                if own:
+                if is_ours:
                     self.record["beat"] = max(self.record["beat"], holder["beat"] + 1)
             else:
                 self._tag = None
@@ -217,11 +217,11 @@ class AddressLease:
 
     def _read(self) -> tuple[AddressHolder, str] | None:
         for attempt in range(_READS):
-            found = self._objects.read(self._path)
-            if found is None:
+            stored = self._objects.read(self._path)
+            if stored is None:
                 return None
             try:
-                return read_record(found, AddressHolder, self._path), found.tag
+                return read_record(stored, AddressHolder, self._path), stored.tag
             except ConfigError:
                 # On a file system that replaces no file in one step, a beat may be half there
                 if attempt == _READS - 1:
@@ -235,14 +235,14 @@ def describe_holder(holder: AddressHolder) -> str:
     return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
 
 
-def read_record(found: StoredObject, kind: Callable[..., _Record], path: str) -> _Record:
+def read_record(stored: StoredObject, kind: Callable[..., _Record], path: str) -> _Record:
     """Return the JSON object of a kind of record that was read from an address.
 
     Raises:
         ConfigError: If it is none.
     """
     try:
-        record = json.loads(found.content)
+        record = json.loads(stored.content)
     except ValueError:
         record = None
     keys: frozenset[str] = getattr(kind, "__required_keys__", frozenset())

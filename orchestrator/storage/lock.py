@@ -1,11 +1,11 @@
-"""One driver per search: a second one is refused, and told which process runs it.
+"""One driver per search: a second one is refused, with the process that runs it.
 
 Two things are checked, since a shared file system may lock on one machine only: `flock`, which the
 kernel releases when the holder dies, however it dies; and, where the holder was on another machine,
 its heartbeat, a count in the file that increases while it lives. The newcomer watches by its own
 clock whether the count moves; no two clocks are compared.
 
-A holder that stood still for so long that another took over must not go on: each lock has an
+A holder that was suspended for so long that another took over must not continue: each lock has an
 `epoch`, one higher than that of the lock before, and `check` raises for all but the highest. It is
 called before each event of the journal.
 """
@@ -121,11 +121,11 @@ class SearchLock(contextlib.AbstractContextManager):
             raise ConfigError(self._lost)
 
     def _keep(self, beat: int | None) -> None:
-        """Write a heartbeat (None: only where a late write of a former holder is in its place)."""
+        """Write a heartbeat (None: only where a late write of a former holder has replaced it)."""
         try:
             content = self.path.read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return  # a file system that is away; the journal lies there too
+            return  # the file system is not reachable; neither is the journal
         holder = None
         with contextlib.suppress(ConfigError):
             holder = self._parse(content)

@@ -1,4 +1,4 @@
-"""What lies at an address, and how a working folder has come to differ from it.
+"""The files at an address, and how a working folder differs from it.
 
 `.headfold/manifest.json` at the address has each file with its size, digest and generation; the
 working folder keeps the state in which it last agreed with the address, in a file of the same name.
@@ -43,7 +43,7 @@ FileStamp = tuple[int, int]
 """Size in bytes, and time of the last change in nanoseconds."""
 SyncSide = Literal["address", "folder"]
 State = Literal["same", "ahead", "behind", "diverged"]
-"""Of what a working folder has, seen from the address."""
+"""State of a working folder relative to the address."""
 
 
 class FileEntry(TypedDict):
@@ -53,20 +53,20 @@ class FileEntry(TypedDict):
     sha256: str | None
     """None if a former version has sent it."""
     generation: int
-    """Of the manifest with which it was sent last."""
+    """Generation of the manifest with which it was sent last."""
     tag: NotRequired[str]
-    """Of the object, for records: what a conditional write refers to."""
+    """Tag of the object, for records: conditional writes refer to it."""
 
 
 class SyncedFile(FileEntry):
     """A file of which the working folder and the address had the same content."""
 
     stamp: FileStamp
-    """Of the working folder's."""
+    """Stamp of the file in the working folder."""
 
 
 class Manifest(TypedDict):
-    """What lies at an address. `generation` counts the writes of it, `epoch` the takeovers."""
+    """The files at an address. `generation` counts the writes of it, `epoch` the takeovers."""
 
     format: int
     generation: int
@@ -86,12 +86,12 @@ class SyncedState(TypedDict):
 
 
 def is_bulk(name: str) -> bool:
-    """Return whether a file lies in one of the bulk folders, of the storage or of a search."""
+    """Return whether a file is in one of the bulk folders, of the storage or of a search."""
     return any(part in BULK_FOLDERS for part in PurePosixPath(name).parts[:-1][:2])
 
 
 def is_decisive(name: str) -> bool:
-    """Return whether a file is a record of its own, that no other file implies."""
+    """Return whether a file is a record that no other file implies."""
     return not is_bulk(name) and "/" in name and PurePosixPath(name).name not in _DERIVED
 
 

@@ -1,10 +1,10 @@
 """Storage at an address (`s3://bucket/path`, `gs://...`): a working folder and its copy there.
 
 Trials, workers and stock tools read and write files, and sqlite and memory-mapped tensors are
-files, so a search works in a folder: below HEADFOLD_HOME, which every node sees. What has changed
-there goes to the address every minute and at the end. A working folder that is empty (a new head, a
-new machine) is filled from the address first, and one that lags behind is brought up to date; where
-both have gone on since they last agreed, somebody must say which of the two counts.
+files, so a search works in a folder: below HEADFOLD_HOME, which every node sees. Changes there are
+sent to the address every minute and at the end. A working folder that is empty (a new head, a new
+machine) is filled from the address first, and an older one is updated; where both have changed
+since they last agreed, the user must choose one of the two.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class Mirror(FetchedFolder):
         records = {name: self._read(name) for name in self._changed(before) if not is_bulk(name)}
         files = self._files()
         bulk = [name for name in self._changed(files) if is_bulk(name)]
-        gone = [name for name in self.synced if name not in files]
-        if not records and not bulk and not gone:
+        removed = [name for name in self.synced if name not in files]
+        if not records and not bulk and not removed:
             return 0
         if self.lease is not None:
             self.lease.verify()
@@ -170,12 +170,12 @@ class Mirror(FetchedFolder):
         for name, content in records.items():
             if content is not None:
                 count += self._send_record(name, content, before[name])
-        for name in gone:
+        for name in removed:
             with contextlib.suppress(FileNotFoundError):
                 self.filesystem.delete_file(self._path(name))
             remote["files"].pop(name, None)
             del self.synced[name]
-        if count or gone:
+        if count or removed:
             self._commit()
         else:
             self._save_state()  # touched, not changed
@@ -213,22 +213,24 @@ class Mirror(FetchedFolder):
             "sha256": digest(content),
             "generation": remote["generation"] + 1,
         }
-        known = remote["files"].get(name)
-        if known is not None and known["sha256"] == entry["sha256"]:
-            self.synced[name] = {**known, "stamp": stamp}
+        remote_entry = remote["files"].get(name)
+        if remote_entry is not None and remote_entry["sha256"] == entry["sha256"]:
+            self.synced[name] = {**remote_entry, "stamp": stamp}
             return False
         path = self._path(name)
         if not self.objects.atomic:
             write_object(self.filesystem, path, content)
         else:
             try:
-                entry["tag"] = self.objects.write(path, content, known and known.get("tag"))
+                entry["tag"] = self.objects.write(
+                    path, content, remote_entry and remote_entry.get("tag")
+                )
             except WriteConflictError:
                 # A late write of a driver that was taken over, ours before a kill, or a file of
                 # which no tag is known
                 self._verify()
-                found = self.objects.read(path)
-                entry["tag"] = self.objects.write(path, content, found and found.tag)
+                stored = self.objects.read(path)
+                entry["tag"] = self.objects.write(path, content, stored and stored.tag)
         remote["files"][name] = entry
         self.synced[name] = {**entry, "stamp": stamp}
         return True
@@ -237,10 +239,12 @@ class Mirror(FetchedFolder):
         """Send one file; one that is written to meanwhile is sent again the next time."""
         path = self.local / name
         entries = self._open_entries()
-        known = entries.get(name)
-        alike = known is not None and known["sha256"] and known["size"] == stamp[0]
-        if known is not None and alike and self._digest(name) == known["sha256"]:
-            self.synced[name] = {**known, "stamp": stamp}
+        remote_entry = entries.get(name)
+        alike = (
+            remote_entry is not None and remote_entry["sha256"] and remote_entry["size"] == stamp[0]
+        )
+        if remote_entry is not None and alike and self._digest(name) == remote_entry["sha256"]:
+            self.synced[name] = {**remote_entry, "stamp": stamp}
             return False
         hashed = hashlib.sha256()
         size = 0
@@ -279,8 +283,8 @@ def mirrored(
 ) -> Iterator[Mirror | None]:
     """Keep the address of a `storage` setting up to date with its working folder.
 
-    For a folder there is nothing to do. An address that is away for a while is reported once and
-    tried again; the files are in the working folder all the while.
+    For a folder there is nothing to do. An address that is unreachable for a while is reported once
+    and tried again; meanwhile the files are in the working folder.
 
     Args:
         storage: The setting.

@@ -29,7 +29,7 @@ _MAX_JSON_BYTES = 2**30  # of a file that is read to look for the mark
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with a sentence on what is left of the work and how it goes on."""
+    """Ctrl-C, with a sentence on the saved work and how to resume it."""
 
 
 def check_results(
@@ -41,8 +41,7 @@ def check_results(
     """Check that a verb can write its result to the file `json` and its page to `page`.
 
     Args:
-        folder: What the verb's --out names; neither file may lie in it, for it is replaced as a
-            whole.
+        folder: The verb's --out; neither file may be inside it, since it is replaced as a whole.
 
     Raises:
         ConfigError: If it cannot.

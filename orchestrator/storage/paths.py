@@ -73,7 +73,7 @@ def check_writable(folder: Path, key: str = "storage") -> None:
     """Try to create `folder` and to write a file into it, without a trace.
 
     Raises:
-        ConfigError: If either fails, or if it lies in a checkpoint.
+        ConfigError: If either fails, or if it is in a checkpoint.
     """
     if (around := checkpoint_around(folder.resolve() / "search")) is not None:
         raise ConfigError(
@@ -102,7 +102,7 @@ class SearchState(TypedDict, total=False):
     """Address of the MLflow store, without a password."""
     parent_run: str
     seconds: float
-    """Of all its drivers."""
+    """Time of all its drivers."""
     ended: str
 
 
@@ -232,7 +232,7 @@ class SearchFolder:
         return 0.0
 
     def read_state(self) -> SearchState:
-        """Return `state.json`; empty if there is none, or if something else lies there."""
+        """Return `state.json`; empty if there is none, or if another kind of file is there."""
         try:
             state = json.loads(self.state.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -241,7 +241,7 @@ class SearchFolder:
 
     @property
     def ended(self) -> bool:
-        """Whether the search has run to its end, for better or worse."""
+        """Whether the search has run to its end, with or without success."""
         return "ended" in self.read_state()
 
     def sweep(self) -> None:
@@ -280,7 +280,7 @@ class SearchFolder:
 
     @property
     def address(self) -> str | None:
-        """The address whose working folder this search lies in; None without one."""
+        """The address of the working folder that contains this search; None without one."""
         storage = str(self.stored().get("storage")) if self.snapshot.is_file() else ""
         if is_remote(storage) and storage_path(storage) == self.storage:
             return storage
@@ -294,7 +294,7 @@ class SearchFolder:
 
     @property
     def readable(self) -> bool:
-        """Whether the search is of a version whose journal is read here."""
+        """Whether this version can read the search's journal."""
         with contextlib.suppress(ConfigError):
             journal.check_format(self.journal)
             return True

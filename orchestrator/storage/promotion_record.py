@@ -1,4 +1,4 @@
-"""What `promotion.json` and the `lineage.json` of a promoted checkpoint hold."""
+"""Content of `promotion.json` and of the `lineage.json` of a promoted checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LossComparison(TypedDict):
 
 
 class GateChecks(TypedDict, total=False):
-    """What the gate has measured. Losses are held out, in nats per token."""
+    """The measurements of the gate. Losses are held out, in nats per token."""
 
     loss: float | None
     untrained_loss: float | None
@@ -39,15 +39,15 @@ class GateChecks(TypedDict, total=False):
     test_documents: int
     test_digest: str
     loss_difference: float
-    """Of the baseline's loss and the candidate's there."""
+    """Difference of the baseline's loss and the candidate's on that text."""
     loss_difference_stderr: float | None
-    """By a paired bootstrap over documents; None of a single one."""
+    """By a paired bootstrap over documents; None for a single one."""
     loss_difference_interval: list[float | None]
-    """Of 95 %."""
+    """The 95 % interval."""
     warning: str
-    """What the comparison lacks."""
+    """What makes the comparison incomplete."""
     kv_bytes_per_token: int
-    """By the plan, in the dtype that is shipped."""
+    """Bytes by the plan, in the dtype of the exported weights."""
     cache_bytes_measured: int
     """Bytes of a cache that was filled with `cache_tokens` tokens."""
     cache_tokens: int
@@ -56,7 +56,7 @@ class GateChecks(TypedDict, total=False):
     exported_loss: float
     max_logit_difference: float
     logit_noise: float
-    """What another order of the sums changes in the trained model's logits, in float32."""
+    """Change of the trained model's logits by another order of the sums, in float32."""
     logit_tolerance: float
     target: str
     engine: str
@@ -78,7 +78,7 @@ class LongContextScores(TypedDict):
 
 
 class FinalistScores(TypedDict, total=False):
-    """Measurements beside the loss, of the finalist, the original model and the baseline."""
+    """Measurements other than the loss, of the finalist, the original model and the baseline."""
 
     tasks: dict[str, dict[str, dict[str, float]]]
     """Metrics by model and task."""
@@ -135,7 +135,7 @@ class DataOrigin(TypedDict):
 
 
 class WeightDigests(TypedDict):
-    """Of the weights before and after the export."""
+    """Digests of the weights before and after the export."""
 
     trained: str | None
     exported: str | None
@@ -148,7 +148,7 @@ class PromotionOrigin(TypedDict):
 
 
 class LineageRecord(TypedDict):
-    """Where a promoted checkpoint comes from, by names and digests: `lineage.json`."""
+    """The origin of a promoted checkpoint, by names and digests: `lineage.json`."""
 
     model: ModelOrigin
     search: SearchOrigin
@@ -207,9 +207,9 @@ class PromotionRecord(TypedDict):
     """`promotion.json`."""
 
     candidates: dict[str, EntryRecord]
-    """By trial id."""
+    """Entries by trial id."""
     baselines: dict[str, EntryRecord]
-    """By KV ratio."""
+    """Entries by KV ratio."""
     exported: str | None
     """The promoted checkpoint of the smallest cache that stock transformers loads."""
     earlier: list[EntryRecord]

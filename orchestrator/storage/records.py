@@ -31,7 +31,7 @@ class OriginalRecord(TypedDict):
     model: str
     """Absolute folder, or hub name."""
     dtype: str
-    """Of what is written and counted."""
+    """Dtype of the written weights and the counted bytes."""
     loss: float
     """Held-out loss in nats per token."""
     eval_tokens: int
@@ -45,21 +45,21 @@ class OriginalRecord(TypedDict):
     cache_tokens: int
     parameters: int
     digests: dict[str, str]
-    """Of its `weights` and of its `calibration`."""
+    """Digests of its `weights` and of its `calibration`."""
     mixed_moments: Mixed | None
-    """How the mixed moments of its statistics are kept."""
+    """Storage format of the mixed moments of its statistics."""
     seconds: float
     notes: NotRequired[list[str]]
 
 
 class RungReport(TypedDict):
-    """What a trial reports at a rung: 0 is the untrained conversion, the others are milestones.
+    """The report of a trial at a rung: 0 is the untrained conversion, the others are milestones.
 
     The journal has it whole; `TrialRecord.rungs` has the keys that differ between rungs.
     """
 
     step: int
-    """Training steps so far, those of a relaxation included."""
+    """Completed training steps, including those of a relaxation."""
     loss: float
     """Held-out loss in nats per token; None in a record that was read, where it is not finite."""
     rung: NotRequired[int]
@@ -69,9 +69,9 @@ class RungReport(TypedDict):
     kl: NotRequired[float | None]
     """Held-out KL divergence from the original model; None where a training does not distil."""
     tokens: NotRequired[int]
-    """Tokens trained on so far."""
+    """Tokens used for training."""
     seconds: NotRequired[float]
-    """Of the conversion at rung 0, of the training so far at a milestone."""
+    """Time of the conversion at rung 0, of the training until then at a milestone."""
     notes: NotRequired[list[str]]
 
     # Of the converted model, the same at each rung
@@ -122,7 +122,7 @@ class RungReport(TypedDict):
     """Share of its way that the relaxation had left when the heads were fused."""
     relaxed_dir: NotRequired[str]
     teacher_logits_digest: NotRequired[str]
-    """Of the teacher's predictions that were read from disk."""
+    """Digest of the teacher's predictions that were read from disk."""
 
     copy_of: NotRequired[str]
     """Added by the scheduler: the first trial that leads to the same model."""
@@ -155,7 +155,7 @@ _NO_SCORES: Mapping[str, Any] = {}
 
 @dataclass
 class TrialRecord:
-    """One candidate and its scores.
+    """A candidate and its scores.
 
     Attributes:
         rungs: Of the rungs reached.
@@ -170,7 +170,7 @@ class TrialRecord:
             relaxation measures of itself.
         copy_of: The first trial that leads to the same model; this one was not trained, its scores
             are those of that one.
-        notes: What its training went on from (out of memory, a damaged checkpoint).
+        notes: Events of its training (out of memory, a damaged checkpoint).
         conversion_cost: Of the conversion before training (`orchestrator.conversion.execution`).
         label: Of its recipe where people read; `name`: of the trial
             (`orchestrator.storage.trial_names`).
@@ -295,13 +295,13 @@ class TrialRecord:
     def cost(self) -> dict[str, float]:
         """The cost up to the highest rung reached.
 
-        `optimizer_steps` of single layers, `steps` of training, tokens that went through a layer
-        (`fit_tokens`) and through the model (`tokens`), `flops` of both (6 per parameter and token;
-        a teacher is left out) and `seconds` of the conversion, of training and of measuring.
+        `optimizer_steps` of single layers, `steps` of training, tokens that passed a layer
+        (`fit_tokens`) and the model (`tokens`), `flops` of both (6 per parameter and token; a
+        teacher is left out) and `seconds` of the conversion, of training and of measuring.
         """
         conversion = self.conversion_cost or {}
         tokens = int(self.last.get("tokens") or 0)
-        # A rung has the seconds of its training so far; what came before is in the phases
+        # A rung has the seconds of its training until then; earlier ones are in the phases
         training_seconds = float(self.last.get("seconds") or 0.0) if self.step else 0.0
         return {
             "optimizer_steps": conversion.get("optimizer_steps", 0),
@@ -333,7 +333,7 @@ class TrialRecord:
 
     @property
     def usable(self) -> bool:
-        """Whether the trial has a score and weights of its own, did not fail, and is no probe."""
+        """Whether the trial has a score and separate weights, did not fail, and is no probe."""
         return math.isfinite(self.loss) and self.status in (DONE, STOPPED) and not self.probe
 
     def add(self, report: Mapping[str, Any]) -> None:
@@ -386,7 +386,7 @@ POOLED_NOTE = (
 )
 UNFINISHED_MARK = "relaxation unfinished"
 UNFINISHED_SIGN = "†"
-"""Behind a loss of trials with that mark, where a table has no column for it."""
+"""Suffix of a loss of trials with that mark, where a table has no column for it."""
 _MOST_NAMED = 6
 
 
@@ -434,7 +434,7 @@ def front(trials: Sequence[TrialRecord], *, timed: bool = True) -> list[TrialRec
 
     scored = [trial for trial in trials if trial.usable and trial.kv_bytes_per_token is not None]
     best: list[TrialRecord] = []
-    # Whatever beats a trial, or equals it, comes before it
+    # All trials that beat a trial, or equal it, precede it
     for trial in sorted(scored, key=lambda trial: (scores(trial), trial.trial_id)):
         if not any(beats(other, trial) for other in best):
             best.append(trial)
@@ -459,11 +459,11 @@ def worthwhile(trials: Sequence[TrialRecord]) -> dict[float, list[TrialRecord]]:
     """
     by_ratio = ranked(trials)
     best = [group[0] for group in by_ratio.values() if group[0].kv_bytes_per_token_per_gpu]
-    kept = {trial.trial_id for trial in front(best, timed=False)}
+    on_front = {trial.trial_id for trial in front(best, timed=False)}
     return {
         ratio: group
         for ratio, group in by_ratio.items()
-        if not group[0].kv_bytes_per_token_per_gpu or group[0].trial_id in kept
+        if not group[0].kv_bytes_per_token_per_gpu or group[0].trial_id in on_front
     }
 
 

@@ -1,7 +1,7 @@
-"""Files that come with Headfold beside its packages: configs, the demo checkpoint, the schema.
+"""Files that are installed with Headfold's packages: configs, the demo checkpoint, the schema.
 
-In a checkout they lie where the repository has them; a wheel puts them into `share/headfold` of its
-environment (`tool.setuptools.data-files` in pyproject.toml).
+In a checkout they are at their paths in the repository; a wheel puts them into `share/headfold` of
+its environment (`tool.setuptools.data-files` in pyproject.toml).
 """
 
 from __future__ import annotations

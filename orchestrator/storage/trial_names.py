@@ -1,7 +1,7 @@
-"""The names of trials wherever people read of them; files and `--trial` go by their ids.
+"""The names of trials for people; files and `--trial` use their ids.
 
 `label` is the recipe: `headfold`, or `joint · knapsack, least squares` for one that a searcher has
-drawn, by the choices that tell the drawn ones apart. `name` is the trial: `headfold · 25%`, with
+drawn, by the choices that distinguish the drawn ones. `name` is the trial: `headfold · 25%`, with
 its learning rate, its objective of training and its seed where a recipe runs at a KV ratio with
 several. No two trials of a search have one name.
 """
@@ -19,10 +19,10 @@ _T = TypeVar("_T")
 
 _DRAWN = "joint"
 _LABEL_AXES = ("allocation", "grouping", "fusion")
-"""Choices that label a drawn recipe, where the drawn ones differ; others only tell equal ones
-apart."""
+"""Choices that label a drawn recipe, where the drawn ones differ; others only distinguish equal
+ones."""
 _DEFAULT_AXES = ("allocation", "fusion")
-"""Where they differ on none of those."""
+"""Choices where they differ on none of those."""
 _NAMED_CHOICES = ("together", "by", "width")
 """Choices that are shown with their name: yes and no, keys and values, a number say nothing
 alone."""

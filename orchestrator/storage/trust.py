@@ -40,7 +40,7 @@ def warn_of_pickles(folder: SearchFolder) -> bool:
     """Warn on standard error before training checkpoints are read that may be from elsewhere.
 
     Returns:
-        Whether there was something to warn of.
+        Whether a warning was necessary.
     """
     reasons = doubts(folder)
     if reasons:

@@ -177,16 +177,16 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
 
     @property
     def compared(self) -> list[tuple[Recipe, float]]:
-        """What short fits compare before the conversion: recipes and KV ratios."""
+        """The recipes and KV ratios that short fits compare before the conversion."""
         request = self.request
         if self._several or self.options.layerwise:
             return []
-        found = [
+        pairs = [
             (recipe, ratio)
             for ratio in request.kv_ratios
             for recipe in equal_budgets(self.competing, ratio, request.checkpoint)
         ]
-        return found if len(found) > 1 else []
+        return pairs if len(pairs) > 1 else []
 
     @cached_property
     def estimate(self) -> RunEstimate:

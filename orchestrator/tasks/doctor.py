@@ -19,7 +19,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": 
 
 
 class Doctor(Task[DoctorOptions, DoctorRecord]):
-    """One examination of the cluster of RAY_ADDRESS, else of a Ray on this machine."""
+    """An examination of the cluster of RAY_ADDRESS, else of a Ray on this machine."""
 
     def check(self) -> None:
         require(self.config, self.only)

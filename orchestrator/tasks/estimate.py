@@ -111,9 +111,9 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         """The run to estimate."""
         from orchestrator.tasks.convert import Convert
 
-        given = self.options
-        shared = [field.name for field in fields(ConvertOptions) if hasattr(given, field.name)]
-        options = ConvertOptions(**{name: getattr(given, name) for name in shared})
+        arguments = self.options
+        shared = [field.name for field in fields(ConvertOptions) if hasattr(arguments, field.name)]
+        options = ConvertOptions(**{name: getattr(arguments, name) for name in shared})
         if self._elsewhere is not None:
             options = replace(options, device="cpu")  # whose checks pass anywhere
         return Convert(options, config_only=True)
@@ -122,8 +122,8 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
     def _elsewhere(self) -> Machine | None:
         from orchestrator.resources.estimate import Machine
 
-        given = self.options
-        return Machine.named(given.device, given.gpus, given.gpu_memory, given.gpu)
+        options = self.options
+        return Machine.named(options.device, options.gpus, options.gpu_memory, options.gpu)
 
     @cached_property
     def points(self) -> list[ConversionEstimate]:
@@ -146,8 +146,8 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         from attention.cache_formats import format_advice
 
         budget = self.conversion.budget
-        asked = [point.kv_ratio_asked for point in self.points]
-        for share in asked if budget is None else budget.shares:
+        requested = [point.kv_ratio_asked for point in self.points]
+        for share in requested if budget is None else budget.shares:
             advice = format_advice(self.cache_formats, share, str(self.options.model))
             print(advice + "\n" * bool(advice), end="")
         for number, point in enumerate(self.points):

@@ -84,8 +84,8 @@ class EvaluationRecord(TypedDict):
     prefill_tokens_per_second: NotRequired[float]
     decode_tokens_per_second: NotRequired[float]
     engine_cache: NotRequired[FormatRecord]
-    """With `--cache-format`: the format that checkpoint and baseline were measured with; the share
-    is of the original's cache in 16 bits, or of the checkpoint's own."""
+    """With `--cache-format`: the format in which checkpoint and baseline were measured; the share
+    is of the original's cache in 16 bits, or of the checkpoint's."""
     seconds: dict[str, float]
 
 
@@ -326,9 +326,9 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             teacher = self._load(ORIGINAL) if ORIGINAL in models else None
         with phases("evaluate"):
             round_weights(model, checkpoints.dtype_of(self.dtype))
-            held = self._engine_heads(model)
-            with self._rounding(held):
-                scored = evaluate(held, sequences, teacher=teacher)
+            engine_model = self._engine_heads(model)
+            with self._rounding(engine_model):
+                scored = evaluate(engine_model, sequences, teacher=teacher)
             original_scored = evaluate(teacher, sequences) if teacher is not None else None
             comparison: dict[str, Any] = {
                 "loss_increase": None,
@@ -337,8 +337,8 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             if original_scored is not None:
                 comparison = scored.compared(original_scored)
         with phases("extras"):
-            with self._rounding(held):
-                measured = {CHECKPOINT: prepared.measure(held)}
+            with self._rounding(engine_model):
+                measured = {CHECKPOINT: prepared.measure(engine_model)}
             if teacher is not None:
                 measured[ORIGINAL] = prepared.measure(teacher)
         baseline_loss = None

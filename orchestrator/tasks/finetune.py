@@ -40,7 +40,7 @@ from trainers.text.data import Texts, read_sequences
 
 _TRAIN_TOKENS = 100_000_000  # of text at most, unless the options say more
 _OBJECTIVE = {"distillation": "kl", "distillation_weight": 1.0}
-"""With an original model, unless `train.distillation` names another."""
+"""Objective with an original model, unless `train.distillation` names another."""
 
 
 class FinetuneRecord(TrainingRecord):
@@ -53,7 +53,7 @@ class FinetuneRecord(TrainingRecord):
     best_step: int
     kl: float | None
     better: bool
-    """Whether the best step is better than the model was before."""
+    """Whether the best step is better than the initial model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 
 class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):
-    """A training of a checkpoint, whose best measured step is kept, in its dtype.
+    """A training of a checkpoint, whose best measured step is saved, in its dtype.
 
     `tuning`: "full" trains all weights, "lora" adapters that are merged at the end, "kv" the
     projections of keys and values alone. With `original` the loss is KL(original ‖ model), unless

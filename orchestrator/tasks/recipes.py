@@ -42,7 +42,7 @@ class Recipes(Task[RecipesOptions, RecipesRecord]):
     reason: str
 
     def check(self) -> None:
-        """Nothing is checked beforehand: only a config is read."""
+        """Check nothing: only a config is read."""
 
     def run(self) -> RecipesRecord:
         """Choose for the checkpoint, and list."""

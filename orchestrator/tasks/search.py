@@ -67,10 +67,10 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
         estimate.check()
         check_disk(setup, parallel)
         folder = SearchFolder.free_path(storage, config.name)
-        taken = (
+        note = (
             f" ({config.name!r} exists already; --resume continues the newest search of that name)"
         )
-        yield {"folder": f"{folder}{taken if folder.name != config.name else ''}"}
+        yield {"folder": f"{folder}{note if folder.name != config.name else ''}"}
 
     def run(self) -> Mapping[str, Any]:
         """Run the search, which prints its progress and its results."""

@@ -223,8 +223,8 @@ def _answers(request: ScratchRequest) -> dict[str, Any]:
 def initial_model(architecture: str | Path, plan: AttentionPlan, seed: int) -> PreTrainedModel:
     """Return a model of the plan with the architecture's own initialisation.
 
-    Composition has that of Xiao 2024, sec. 4. The weights follow from `seed` alone; torch's own
-    generator, which transformers initialises with, is left as it was.
+    Composition has that of Xiao 2024, sec. 4. The weights follow from `seed` alone; torch's global
+    generator, which transformers initialises with, is not changed.
     """
     random: Any = torch.random
     with random.fork_rng(devices=[]):

@@ -52,7 +52,7 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
 
     def check(self) -> None:
         require(self.request)
-        if not self.request.mark:  # what has begun goes on as it was begun
+        if not self.request.mark:  # a resumed training keeps its settings
             check_worker_gpus(self.request.settings, "train")
 
     def announce(self) -> None:

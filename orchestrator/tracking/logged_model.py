@@ -1,8 +1,8 @@
 """A checkpoint as a model of MLflow: a file `MLmodel` and a few small files next to its weights.
 
 `mlflow.pyfunc.load_model`, and for a stock format `mlflow.transformers.load_model`, then load the
-folder itself, wherever it is, and the weights are stored once. MLflow's own `save_model` would
-write them again, in a subfolder.
+folder itself, from any path, and the weights are stored once. MLflow's own `save_model` would write
+them again, in a subfolder.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def point(values: Mapping[str, Any], step: int, time: float) -> MetricPoint:
     """Return a point of MLflow's series.
 
     Args:
-        values: Values by their names in reports; others than numbers, and those without a name
-            in MLflow, are left out. A held-out loss gives a perplexity too.
+        values: Values by their names in reports; those that are no numbers or have no name in
+            MLflow are left out. A held-out loss gives a perplexity too.
         step: Training steps until then.
         time: Seconds since 1970.
     """

@@ -142,7 +142,7 @@ class Registry:
 
 
 def _link_files(folder: Path, target: Path) -> Path:
-    """Fill `target` with hard links: MLflow follows no link out of its own folder.
+    """Fill `target` with hard links: MLflow does not follow symbolic links out of the folder.
 
     Returns:
         `target`; `folder` itself on another file system, or on one without links.

@@ -73,7 +73,7 @@ class Dataset:
     """Its use: train, eval or calibration."""
     source: str
     digest: str
-    """Of its tokens."""
+    """Digest of its tokens."""
     tokens: int
     sequence_length: int
 
@@ -322,7 +322,7 @@ def _experiment(client: Any, name: str, artifacts: str | None) -> str:
             existing = client.get_experiment_by_name(name)  # another driver's, of this moment
     if existing.lifecycle_stage == "deleted":
         client.restore_experiment(existing.experiment_id)
-    if KIND not in existing.tags:  # what a user has chosen stays
+    if KIND not in existing.tags:  # a user's choice stays
         client.set_experiment_tag(existing.experiment_id, KIND, TRAINING)
     return existing.experiment_id
 

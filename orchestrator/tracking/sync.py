@@ -55,7 +55,7 @@ class TrackedRun:
         params: Parameters, in sections or flat.
         points: Values of metrics.
         texts: Artifacts by file name.
-        files: Files that are artifacts; one that is not there is left out.
+        files: Files that are artifacts; missing ones are left out.
         datasets: Texts that it has used.
         run_id: Of a search's own run, if that is known.
         started: None: when it is first logged.
@@ -156,7 +156,7 @@ class MlflowSync:
         self._delay = 0.0
         self._next_try = 0.0
         self._warned = False
-        self._lock = threading.RLock()  # a thread of its own logs what the search waits for
+        self._lock = threading.RLock()  # a separate thread logs what the search waits for
         self.put(parent)
 
     @property

@@ -1,4 +1,4 @@
-"""Trials in Weights & Biases beside MLflow, by Ray's own callback (`tracking.wandb`)."""
+"""Trials in Weights & Biases in addition to MLflow, by Ray's callback (`tracking.wandb`)."""
 
 from __future__ import annotations
 

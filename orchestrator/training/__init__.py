@@ -1,4 +1,4 @@
 """Trainings: one run for trials, promotions, `headfold train` and `headfold finetune`.
 
-What the two verbs have beside it: texts, a folder, progress.
+The parts that the two verbs add to it: texts, a folder, progress.
 """

@@ -1,8 +1,8 @@
-"""What every training outside of a search has: texts, a folder, milestones, and how it goes on.
+"""The parts of every training outside of a search: texts, a folder, milestones, and resuming.
 
-Everything of a training lies beside its result: OUT is the trained checkpoint, OUT.training the
-token sequences and the training checkpoints with what was measured. The same command run again goes
-on where it was stopped.
+All files of a training are next to its result: OUT is the trained checkpoint, OUT.training the
+token sequences and the training checkpoints with the measurements. The same command run again
+resumes a stopped training.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from trainers.text.token_sets import is_complete
 
 
 class Milestone(TypedDict):
-    """What was measured at a milestone. Losses are in nats per token."""
+    """The measurements at a milestone. Losses are in nats per token."""
 
     step: int
     loss: float
     train_loss: float
     tokens: int
     tokens_per_second: float
-    """Of the training alone."""
+    """Speed of the training alone."""
     seconds: float
-    """With all that lies between."""
+    """Time including measurements and checkpoints."""
 
 
 class TrainingRecord(Milestone):
-    """What the JSON of `headfold train` and of `headfold finetune` have in common.
+    """The common JSON of `headfold train` and of `headfold finetune`.
 
     The last milestone is in it.
     """
@@ -106,12 +106,12 @@ class TrainingRequest(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What is trained, in a word or two."""
+        """The subject of the training, in a word or two."""
 
     @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
-        """Of the model, in the dtype that it is written in."""
+        """Bytes of the model, in the dtype of the written weights."""
 
     @property
     @abstractmethod
@@ -125,7 +125,7 @@ class TrainingRequest(ABC):
 
     @property
     def trained_dir(self) -> Path:
-        """Where the job writes what it has trained."""
+        """The output folder of the job."""
         return self.out
 
     @abstractmethod
@@ -180,7 +180,7 @@ class TrainingRequest(ABC):
     def check_texts(self) -> None:
         """Raise DataError where there is too little text.
 
-        What takes long to read is not read, nor what an earlier start has tokenised.
+        Texts that take long to read are not read, nor those that an earlier start has tokenised.
         """
         tokenizer = checkpoints.load_tokenizer(self.source)
         for cut in self.cuts:
@@ -239,11 +239,11 @@ class TrainingRequest(ABC):
 
     @property
     def mark(self) -> Mapping[str, Any]:
-        """What an earlier start depends on, facts of it, and whether it has `finished`."""
+        """Settings and facts of an earlier start, and whether it has `finished`."""
         return read_json(self.mark_file) if self.mark_file.is_file() else {}
 
     def note(self, **facts: Any) -> None:
-        """Write the mark, with these facts beside those that it has."""
+        """Write the mark, adding these facts to those that it has."""
         write_json(self.mark_file, {**self.to_dict(), **self.mark, **facts})
 
     def check_folders(self, overwrite: bool) -> None:
@@ -276,7 +276,7 @@ class TrainingRequest(ABC):
 
     @property
     def finished(self) -> bool:
-        """Whether an earlier start has finished it, its weights being as they were written."""
+        """Whether an earlier start has finished it, with its weights unchanged since then."""
         mark = self.mark
         digest = mark.get("weights_digest")
         return bool(mark.get("finished")) and digest == checkpoint.weights_digest(self.out)

@@ -22,7 +22,7 @@ from trainers.jobs.train_job import TrainJob
 from trainers.jobs.write_rate import CheckpointCost, read_cost
 
 TrainingReport = Mapping[str, Any]
-"""What a training reports at a milestone, or on its curve in between, by name; `step` among it."""
+"""A report at a milestone, or on the curve between milestones, by name; includes `step`."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class TrainingRun:
 
     Attributes:
         job: What is trained, from where, and up to which milestones.
-        offset: Steps of the model that the job does not count: those of a relaxation, or those
-            behind the weights from which it starts.
+        offset: Steps of the model that the job does not count: those of a relaxation, or those of
+            the weights from which it starts.
     """
 
     job: TrainJob
     offset: int = 0
 
     def reports(self) -> list[TrainingReport]:
-        """Return what was reported at the milestones so far."""
+        """Return the reports at the completed milestones."""
         return [add_steps(report, self.offset) for report in reports_of(self.job)]
 
     def curve(self) -> list[TrainingReport]:
-        """Return what was measured between the milestones so far, every few seconds."""
+        """Return the measurements between the completed milestones, every few seconds."""
         lines = read_curve(Path(self.job.storage_path) / self.job.run_name)
         return [add_steps(line, self.offset) for line in lines]
 
@@ -65,7 +65,7 @@ class TrainingRun:
         on_report: Callable[[dict[str, Any]], None] = lambda report: None,
         callbacks: Callable[[], list[Any]] = list,
     ) -> TrainingReport:
-        """Train, or what is left of it, on workers of a pool or of its own.
+        """Train, or resume, on workers of a pool or on separate ones.
 
         See `orchestrator.cluster.pool_client.dispatch_training`.
 
@@ -104,7 +104,7 @@ class TrainingRun:
 
 
 def checkpoint_step(storage_path: str, address: str | None, run_name: str) -> int:
-    """Return the step of a run's newest checkpoint; -1 if there is none to be found."""
+    """Return the step of a run's newest checkpoint; -1 if none is found."""
     with contextlib.suppress(OSError):
         saved = CheckpointStore(storage_path, run_name, address=address).read()[0]
         return saved[-1].step if saved else -1
@@ -136,7 +136,7 @@ class TrainingFollower:
 
 
 def add_steps(report: TrainingReport, offset: int) -> dict[str, Any]:
-    """Return a report in steps of the model, of which `offset` lie before those of the job."""
+    """Return a report in steps of the model, of which `offset` precede those of the job."""
     return {
         **report,
         **{key: report[key] + offset for key in ("step", "best_step") if key in report},
@@ -156,7 +156,7 @@ DISK_FULL = "|".join(
         r"unexpected pos \d+ vs \d+",
     )
 )
-"""What a full disk raises."""
+"""Messages of errors of a full disk."""
 _LOST = re.compile(
     r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|"
     r"OwnerDiedError|ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|"
@@ -171,7 +171,7 @@ def lost(error: BaseException | str) -> bool:
     workers = getattr(error, "worker_failures", {}).values()  # what Ray Train has seen of them
     if isinstance(error, RayActorError) or any(lost(failure) for failure in workers):
         return True
-    # Some of Ray Train's errors are told by their names alone
+    # Some of Ray Train's errors are recognised by their names alone
     return _LOST.search(f"{type(error).__name__}: {error}") is not None
 
 

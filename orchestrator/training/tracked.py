@@ -1,7 +1,7 @@
 """A training of `headfold train` or `finetune` while it runs: progress, lines, and MLflow.
 
 Where MLFLOW_TRACKING_URI names a store, as for other trainers, it has a run there: in the
-experiment that searches lie in too, under the metric names of a promotion.
+experiment of searches, under the metric names of a promotion.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ def dha_greedy(
     """Heads for each layer, `total` in all, more where the loss is greater (DHA, App. B.4, Alg. 5).
 
     `quanta` (small, large): every layer starts with `small`; the `first` layers of greatest loss
-    are raised to `large`, but as printed only as many as whole `large` fit into what is left (line
-    10: R // 16, though each takes 12); then `small` more goes to the layer of greatest loss / heads
-    until nothing is left. Ties go to the earlier layer. No layer gets more than `cap` heads
-    (default: no limit).
+    are raised to `large`, but as printed only as many as whole `large` fit into the remaining
+    budget (line 10: R // 16, though each takes 12); then `small` more goes to the layer of greatest
+    loss / heads until the budget is used up. Ties go to the earlier layer. No layer gets more than
+    `cap` heads (default: no limit).
 
     Raises:
         ValueError: If the total is too small, cannot be given out in steps of `small`, or exceeds
@@ -44,26 +44,27 @@ def dha_greedy(
             f"than the total "
             f"{total}; lower the small quantum"
         )
-    counts_given = [small] * layers
-    left = total - small * layers
+    counts = [small] * layers
+    remaining = total - small * layers
     raised = min(large, limit)
-    for layer in sorted(range(layers), key=lambda i: (-losses[i], i))[: min(first, left // large)]:
-        counts_given[layer] = raised
-        left = left - (raised - small)
-    while left >= small:
-        open_layers = [i for i in range(layers) if counts_given[i] + small <= limit]
+    for layer in sorted(range(layers), key=lambda i: (-losses[i], i))[
+        : min(first, remaining // large)
+    ]:
+        counts[layer] = raised
+        remaining = remaining - (raised - small)
+    while remaining >= small:
+        open_layers = [i for i in range(layers) if counts[i] + small <= limit]
         if not open_layers:
             break
-        layer = max(open_layers, key=lambda i: (losses[i] / counts_given[i], -i))
-        counts_given[layer] += small
-        left -= small
-    if left:
+        layer = max(open_layers, key=lambda i: (losses[i] / counts[i], -i))
+        counts[layer] += small
+        remaining -= small
+    if remaining:
         raise ValueError(
-            f"dha allocation has {left} of {total} heads left that no layer can take in steps of "
-            f"{small} up to "
-            f"{limit}; choose a total that fits {layers} layers"
+            f"dha allocation has {remaining} of {total} heads left that no layer can take "
+            f"in steps of {small} up to {limit}; choose a total that fits {layers} layers"
         )
-    return tuple(counts_given)
+    return tuple(counts)
 
 
 @ALLOCATION.part(

@@ -165,10 +165,10 @@ def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
 
     The divisors of `stored`.
 
-    Where these leave nothing between one head and all (3, 5, 7 stored heads), also those with which
-    one number of query heads for all layers, which vLLM wants, is at most twice the model's
-    `num_heads`, small ones first: unequal groups are made even by zero query heads, which take work
-    in every layer.
+    Where no such count is between one head and all (3, 5, 7 stored heads), also counts for which
+    the number of query heads, which vLLM requires to be the same in all layers, is at most twice
+    the model's `num_heads`, small ones first: unequal groups are padded with zero query heads,
+    which cost operations in every layer.
     """
     counts = [g for g in range(1, stored + 1) if stored % g == 0]
     if len(counts) > 2 or stored < 3:
@@ -183,7 +183,7 @@ def usual_counts(stored: int, num_heads: int) -> tuple[int, ...]:
 
 
 def considered(problem: AllocationProblem, counts: str) -> list[int]:
-    """Return the admissible counts of the kind `counts`; all heads may always be kept."""
+    """Return the admissible counts of the kind `counts`; all heads are always admissible."""
     kinds: dict[str, Callable[[int], bool]] = {
         "any": lambda g: not problem.usual or g in problem.usual,
         "all": lambda g: True,
@@ -206,7 +206,7 @@ def best_measured(
 ) -> Counts:
     """Return the plan of least measured loss among `finalists` of `towards_even`.
 
-    If nothing is measured it is the first of them.
+    If nothing is measured, the answer is the first of them.
     """
     if problem.curves is None:
         raise ValueError("this allocation needs measured error curves: a model and token sequences")

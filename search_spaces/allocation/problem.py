@@ -1,4 +1,4 @@
-"""What an allocation part is handed.
+"""The input of an allocation part.
 
 Legend: L layers, U stored KV heads per layer.
 """
@@ -28,8 +28,8 @@ class AllocationProblem:
 
     Attributes:
         admissible: Head counts that the grouping can make of one site, ascending, at most U.
-        usual: Those of them that are considered where each site has a count of its own, unless
-            others are requested.
+        usual: Those of them that are considered where each site has a separate count, unless others
+            are requested.
     """
 
     num_layers: int

@@ -48,5 +48,5 @@ def uniform_part(problem: AllocationProblem) -> Counts:
 
 @ALLOCATION.part("single", source="Shazeer 2019, multi-query attention")
 def single(problem: AllocationProblem) -> Counts:
-    """One head a layer and side; any other budget is refused with the one that fits."""
+    """Allocate one head per layer and side; the error of any other budget names the right one."""
     return uniform(problem.num_layers, problem.stored, problem.kv_ratio, admissible=(1,))

@@ -21,9 +21,9 @@ from search_spaces.partitions import Partition, canonical, random_partition
 def swap_search(
     cost: GroupCost, start: Partition, temperatures: Iterable[float], generator: np.random.Generator
 ) -> tuple[Partition, float]:
-    """Try one exchange per temperature, kept if it lowers the cost or by chance.
+    """Try one exchange per temperature, accepted if it lowers the cost or by chance.
 
-    The chance is exp(-increase / temperature); at temperature 0 only improvements are kept.
+    The chance is exp(-increase / temperature); at temperature 0 only improvements are accepted.
 
     Returns:
         The best partition visited and its total cost.
@@ -110,10 +110,10 @@ def anneal(
 ) -> Grouping:
     """Return a partition of low total cost by simulated annealing (DHA, App. B.3, Alg. 4).
 
-    Its schedule is the default: 110 moves. Groups start equal (by one where `groups` does not
-    divide the heads) and keep their sizes. As printed the algorithm maximises a sum of distances
-    and returns where it ends; the text asks for small distances within groups, so this minimises,
-    and returns the best partition that it visited.
+    Its schedule is the default: 110 moves. Groups start equal (sizes differ by one where `groups`
+    does not divide the heads) and keep their sizes. As printed the algorithm maximises a sum of
+    distances and returns its last partition; the text asks for small distances within groups, so
+    this minimises, and returns the best partition that it visited.
 
     Args:
         cost: Of one group (`GroupCost`, function of its members) or of one pair (`[n, n]` matrix, a
@@ -126,10 +126,10 @@ def anneal(
         cooling: Factor between two temperatures.
         moves: Moves at each temperature.
         restarts: Runs, of which the best counts.
-        scaled: Whether `start_temperature` stands for the typical increase of an exchange, and all
-            temperatures are in proportion. Without, costs far below the temperatures make most of
-            the schedule a random walk: at the paper's 100 exchanges of distances below 1 are
-            accepted whatever they cost in the first 44 of its 110 moves.
+        scaled: Whether `start_temperature` is the typical increase of an exchange, with all
+            temperatures in proportion. If False, costs far below the temperatures make most of the
+            schedule a random walk: at the paper's 100, exchanges of distances below 1 are accepted
+            at any cost in the first 44 of its 110 moves.
 
     Raises:
         ValueError: For an impossible number of groups or schedule.

@@ -25,20 +25,20 @@ def all_partitions(num_heads: int, groups: int, largest: int) -> Iterator[Partit
     In canonical form, each once.
     """
 
-    def extended(head: int, found: list[list[int]]) -> Iterator[Partition]:
+    def extended(head: int, prefix: list[list[int]]) -> Iterator[Partition]:
         if head == num_heads:
-            if len(found) == groups:
-                yield tuple(map(tuple, found))
+            if len(prefix) == groups:
+                yield tuple(map(tuple, prefix))
             return
-        if len(found) + num_heads - head < groups:
+        if len(prefix) + num_heads - head < groups:
             return
-        for group in found:
+        for group in prefix:
             if len(group) < largest:
                 group.append(head)
-                yield from extended(head + 1, found)
+                yield from extended(head + 1, prefix)
                 group.pop()
-        if len(found) < groups:
-            yield from extended(head + 1, [*found, [head]])
+        if len(prefix) < groups:
+            yield from extended(head + 1, [*prefix, [head]])
 
     yield from extended(0, [])
 

@@ -1,6 +1,6 @@
 """One chain of the walk over all sites of a model, for scores that arrive later.
 
-What a searcher of trials keeps.
+The state of a searcher of trials.
 
 Legend: L layers, U stored KV heads per layer (units).
 
@@ -49,8 +49,8 @@ def searched_sites(counts: Sequence[tuple[int, int]], units: int) -> dict[SiteKe
 class Chain:
     """Walks one site after another; one plan at a time waits for its score.
 
-    A chain and `make_plan` with the same generator and score make the same decisions. Plain values:
-    pickled and read back, the chain goes on as if nothing had happened.
+    A chain and `make_plan` with the same generator and score make the same decisions. The state is
+    plain values: pickled and read back, the chain continues unchanged.
 
     Raises ValueError for counts that the checkpoint's heads cannot make, or if `iterations` does
     not fit the sites.
@@ -86,7 +86,7 @@ class Chain:
         self._settle()
 
     def _settle(self) -> None:
-        """Pass the sites where there is nothing to choose."""
+        """Skip the sites that have only one possible grouping."""
         while self._open and self._open[0] not in self.iterations:
             site = self._open.pop(0)
             self.found[site] = neighbour_partition(self.geometry.num_kv_heads, self._groups(site))
@@ -108,7 +108,7 @@ class Chain:
 
     @property
     def moves(self) -> int:
-        """Moves made so far, over all sites."""
+        """Number of moves made, over all sites."""
         return sum(len(walk.trace) for _, walk in self.history)
 
     @property
@@ -120,7 +120,7 @@ class Chain:
         return plan_of_sites(self.found, self.geometry)
 
     def propose_next(self, similarities: Mapping[SiteKey, np.ndarray]) -> AttentionPlan | None:
-        """Return the plan to score next, the same again until `tell`.
+        """Return the plan to score next; the same plan until `tell` is called.
 
         None when all sites have been searched.
 
@@ -152,6 +152,8 @@ class Chain:
         site = self._open[0]
         if len(walk.trace) == self.iterations[site]:
             self.found[site] = walk.found
-            self.score = walk.best_score  # of the plan with all sites so far, this one at its best
+            self.score = (
+                walk.best_score
+            )  # of the plan of all sites searched, with this one at its best
             self._open.pop(0)
             self._settle()

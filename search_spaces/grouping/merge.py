@@ -109,7 +109,7 @@ def merge(
     equal_sizes: bool = True,
     max_passes: int = 100,
 ) -> Grouping:
-    """Without chance: merge the cheapest pair until G groups are left, then improve.
+    """Without chance: merge the cheapest pair until G groups remain, then improve.
 
     Improving takes the best single move (not with `equal_sizes`) or swap of two groups until none
     lowers the cost, `max_passes` times at most.

@@ -24,7 +24,7 @@ ROUND = 500
 COLDEST = 0.02  # last temperature, relative to the first: below it hardly a step is accepted
 # Groups that are priced after merging, at most: where a cost is dear this is what takes the time.
 PRICES = 6000
-SHARE = 0.75  # of what is left of them, for one local search
+SHARE = 0.75  # of the remaining prices, for one local search
 PROBES = 64  # random steps from which the first temperature is taken
 
 
@@ -36,7 +36,7 @@ def _annealed(
     generator: np.random.Generator,
     limit: int,
 ) -> list[Members]:
-    """Return the best partition met on the way. Ends early when `limit` groups have been priced."""
+    """Return the best partition visited. Ends early when `limit` groups have been priced."""
     changes = [_step(cost, groups, may_move, generator)[0] for _ in range(PROBES)]
     first = float(np.mean(np.abs(changes)))
     if first == 0:
@@ -99,10 +99,11 @@ def merge_anneal(
     """`merge`, then rounds of annealing, each ended by local search; the best partition counts.
 
     Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of
-    cost over random steps, so that no unit of the cost matters, and falls geometrically; it starts
-    again in each round, by turns from the best partition so far and from a random one. Local search
-    ends with exact re-partitions of a few groups at a time (`search_spaces.grouping.unions`). At
-    most `PRICES` groups are priced on top of those of the plain local searches at both ends.
+    cost over random steps, so that the unit of the cost does not matter, and falls geometrically;
+    it starts again in each round, alternately from the best partition and from a random one. Local
+    search ends with exact re-partitions of a few groups at a time
+    (`search_spaces.grouping.unions`). At most `PRICES` groups are priced in addition to those of
+    the plain local searches at both ends.
     """
     return annealed_rounds(problem, generator, equal_sizes=equal_sizes, steps=steps)
 

@@ -1,4 +1,4 @@
-"""What a grouping part is handed and what it returns."""
+"""The input and the result of a grouping part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EQUAL_SIZES = Knob(
     "bool",
     "groups of one size, so that the result is plain GQA, or as near as can be",
 )
-"""Where the groups do not divide the heads, no group is larger than it must be: the query heads
-that engines need in place of missing ones are then as few as can be."""
+"""Where the groups do not divide the heads, no group is larger than necessary: engines then need
+the fewest zero query heads to pad the groups."""
 
 
 class Grouping(NamedTuple):

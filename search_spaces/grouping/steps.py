@@ -1,6 +1,6 @@
 """One walk, step by step.
 
-What the walk of AsymGQA does between two scores, for callers that have to wait for them.
+The decisions of the walk of AsymGQA between two scores, for callers that wait for scores.
 
 Legend: n heads.
 """
@@ -18,8 +18,8 @@ from search_spaces.partitions import Partition, canonical, full_sizes, random_pa
 class WalkStep(NamedTuple):
     """One iteration.
 
-    The partition tried, its score, the best score so far, whether the walk went there, whether the
-    walk was reset before it.
+    The partition tried, its score, the best score, whether the walk moved there, whether the walk
+    was reset before it.
     """
 
     partition: Partition
@@ -70,7 +70,7 @@ def propose(
 
 @dataclass
 class Walk:
-    """The state of one walk: its partition, the best so far, and the one to be scored."""
+    """The state of one walk: its partition, the best one, and the one to be scored."""
 
     count: int
     groups: int
@@ -93,7 +93,7 @@ class Walk:
         self.current = random_partition(self.count, self.groups, self.generator, full_sizes)
 
     def propose_next(self, similarity: np.ndarray) -> Partition:
-        """Return the partition to score next; the same again until `tell`.
+        """Return the partition to score next; the same one until `tell` is called.
 
         `similarity` `[n, n]`, higher is closer.
         """

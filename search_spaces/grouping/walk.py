@@ -51,7 +51,7 @@ def asym_walk(
             f"iterations and neighbours must be at least 1, got {iterations} and {neighbours}"
         )
     walk = Walk(count, groups, generator, accept, reset, preserve, neighbours, symmetric)
-    if groups == 1 or groups == count:  # there is nothing to choose
+    if groups == 1 or groups == count:  # only one partition is possible
         return Grouping(walk.current, float(score(walk.current)))
     for _ in range(iterations):
         walk.tell(float(score(walk.propose_next(similarity))))

@@ -1,1 +1,1 @@
-"""From a recipe and a ratio to a plan, and what is measured and kept on the way."""
+"""Make a plan of a recipe and a ratio, with the measurements that this needs."""

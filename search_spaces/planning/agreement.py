@@ -1,4 +1,4 @@
-"""How well the layer-output score ranks moves as the loss of the whole model does.
+"""Compare the ranking of moves by the layer-output score with that by the whole model's loss.
 
 See docs/methods.md, section 7. Legend: U stored KV heads per layer (units), G groups.
 """
@@ -76,7 +76,7 @@ def agreement(
         tokens: Calibration tokens for either score.
 
     Raises:
-        ValueError: Without model, sequences or calibration, or if there is nothing to swap.
+        ValueError: Without model, sequences or calibration, or if there are no moves to compare.
     """
     count = len(context.units)
     groups = count // 2 if groups is None else groups

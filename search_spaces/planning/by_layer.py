@@ -1,6 +1,6 @@
 """Plans a few layers at a time.
 
-What is measured of some layers, one layer's plan, and a plan from kept curves.
+Measurements of some layers, the plan of one layer, and a plan from stored curves.
 
 Legend: L layers, U stored KV heads per layer (units).
 """
@@ -45,8 +45,8 @@ def plan_layer(
     With its two `generators` of `site_generators` for the whole checkpoint the plan is the layer's
     in `make_plan`.
     """
-    kept = Fraction(sum(counts), 2 * context.geometry.num_kv_heads)
-    recipe = with_width(recipe, kept, context.geometry)
+    kv_share = Fraction(sum(counts), 2 * context.geometry.num_kv_heads)
+    recipe = with_width(recipe, kv_share, context.geometry)
     grouper = SiteGrouper(recipe, context)
     for (sides, count), generator in zip(layer_sites(recipe, counts), generators, strict=False):
         grouper.assign(0, sides, grouper.group(0, sides, count, generator))

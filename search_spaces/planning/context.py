@@ -1,4 +1,4 @@
-"""What plans are made from: the heads, their statistics, and a way to measure a whole model.
+"""The inputs of a plan: the heads, their statistics, and a way to measure a whole model.
 
 Legend: L layers, H query heads, U stored KV heads per layer (units).
 """
@@ -34,7 +34,7 @@ from search_spaces.recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class PlanningContext:
-    """What plans are made from.
+    """The inputs of plans.
 
     `calibration` for parts that need statistics; `model` for the layer-output score (rotary
     tables); `model` and `sequences` `[N, T]` for whole-model scores and measured curves. Raises
@@ -42,15 +42,15 @@ class PlanningContext:
 
     Attributes:
         heads: Lifted, one entry per layer (`attention.conversion.convert.lift`).
-        cache_dir: Folder where measured curves are kept, beside `curves` in memory.
+        cache_dir: Folder where measured curves are stored, in addition to `curves` in memory.
         fusion_distances: Of DHA's search phase, `[L, H, H]` for "key" and "value".
         output_metrics: Of `attention.conversion.sensitivity`, worked out from the model where they
             are not given.
         original: The model where others look at its layers too; else one that keeps nothing.
         first_layer: The number in its checkpoint of the model's first layer, where it is a window
             of a larger model.
-        work: Of each fit so far.
-        increases: Of the loss, that the curves expect of each layer of the plans made so far.
+        work: The work of all fits.
+        increases: Increases of the loss that the curves predict for each layer of the plans made.
     """
 
     geometry: HeadGeometry
@@ -197,7 +197,7 @@ class PlanningContext:
 
     @cached_property
     def fit_texts(self) -> FitTexts:
-        """What layers are fitted on before their loss increases are measured."""
+        """The texts that layers are fitted on before their loss increases are measured."""
         return FitTexts.of(self.looked_at, self.measured_on(FIT_TOKENS))
 
     def output_metric(self, layer: int, tokens: int) -> Tensor:

@@ -40,7 +40,7 @@ class CurvePoint(NamedTuple):
 
 
 class CurveSite(NamedTuple):
-    """Where heads are grouped: the sides ("key", "value", or both alike) of one layer."""
+    """A place where heads are grouped: the sides ("key", "value", or both alike) of one layer."""
 
     layer: int
     sides: tuple[str, ...]
@@ -53,7 +53,7 @@ class Curves:
         group: `group(site, count)` is the recipe's partition of a site's units.
         measure: `measure(partitions, report)` is the increase of the loss with each of these alone;
             it calls `report` after each.
-        points: The points so far; it is added to.
+        points: The measured points; new ones are added to it.
         file: Where points are stored, or None.
         prepare: Called before the first point that is missing.
         units: Units per site.
@@ -145,7 +145,7 @@ class Curves:
         """Return a measured loss of the whole model.
 
         Args:
-            plan: In plain values, all that it rests on besides the curves.
+            plan: As plain values, everything besides the curves that it depends on.
         """
         key = f"whole/{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]}"
         if key not in self.points:

@@ -13,8 +13,8 @@ from pathlib import Path
 def locked_folder(folder: Path) -> Generator[None, None, None]:
     """Make `folder` and hold a lock of it while the body runs.
 
-    Where the file system has no locks, two that write at one moment may lose what one has written,
-    which is then computed again.
+    Where the file system has no locks, two simultaneous writers may lose one's results, which are
+    then computed again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""What the loss increases by if one layer has other heads.
+"""Measure the loss increase if one layer has other heads.
 
 Measured, or estimated from the error of its attention.
 
-Legend: T tokens, D model dim. Only what enters the layer that is being tried is kept, for all
+Legend: T tokens, D model dim. Only the input of the layer that is being tried is stored, for all
 batches: `T x D` numbers.
 """
 
@@ -78,7 +78,7 @@ class LayerTrials:
         return self._loss()
 
     def increase(self, layer: int, heads: LayerHeads) -> float:
-        """How much the loss in nats per token increases with these lifted `heads` in `layer`.
+        """Return the increase of the loss, in nats per token, with these lifted `heads` in `layer`.
 
         The model is as before afterwards.
 
@@ -109,7 +109,7 @@ class LayerTrials:
         return module.eval()
 
     def heads_of(self, module: nn.Module, plan: LayerPlan) -> LayerHeads:
-        """Return the heads of such a module, one key and one value a query head."""
+        """Return the heads of such a module, one key and one value per query head."""
         return self.family.read(module, self.geometry).expand(plan.key_map, plan.value_map)
 
     def _write(self, layer: int, heads: LayerHeads) -> None:
@@ -161,7 +161,7 @@ class LayerIncreases:
     increases: str = MEASURED_INCREASE
 
     def of(self, plans: Sequence[tuple[int, AttentionPlan]], report: StepReport) -> list[float]:
-        """Of each (layer, plan), as `PlanningContext.increases_of` says."""
+        """Return the increases of each (layer, plan); see `PlanningContext.increases_of`."""
         layers = sorted({layer for layer, _ in plans})
         measures = self.increases == MEASURED_INCREASE
         looks = bool(self.fit_steps) or not measures

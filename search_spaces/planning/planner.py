@@ -3,7 +3,7 @@
 Legend: L layers, H query heads, U stored KV heads per layer (units).
 
 The same recipe, KV ratio, model, calibration and seed give the same plan in any process: every site
-has a generator of its own, spawned in a fixed order.
+has a separate generator, spawned in a fixed order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_plan(
     context: PlanningContext,
     generator: np.random.Generator,
 ) -> AttentionPlan:
-    """Return the plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's own KV heads.
+    """Return the plan of `recipe` that keeps exactly `kv_ratio` of the checkpoint's KV heads.
 
     Raises:
         ValueError: If the budget cannot be met exactly (naming the admissible ratios), or if a part
@@ -172,7 +172,7 @@ def recipe_curves(grouper: SiteGrouper, generators: Sequence[np.random.Generator
     knobs |= {"fit_steps": fit_steps, "refined_steps": fitted if scaled else 0}
 
     def group(site: CurveSite, count: int) -> Partition:
-        # A generator of its own for each point, so that no point depends on which others are
+        # A separate generator for each point, so that no point depends on which others are
         # measured.
         generator = generators[2 * site.layer + SIDES.index(site.sides[0])]
         fresh = np.random.default_rng([*_seeds(generator), count])

@@ -1,7 +1,7 @@
-"""Prices of groups, kept for the next plan: of another seed, KV ratio, trial or process.
+"""Prices of groups, stored for the next plan: of another seed, KV ratio, trial or process.
 
-Exact grouping asks for the price of every group of some sizes at a site, which is most of the time
-that a plan takes, and the same for every plan of one objective on one calibration.
+Exact grouping needs the price of every group of some sizes at a site. Computing them takes most of
+the time of a plan, and they are the same for every plan of one objective on one calibration.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StoredPrices:
 def prices_of_site(
     folder: str | Path, objective: str, knobs: Mapping[str, Any], site: Site, digest: str
 ) -> StoredPrices:
-    """Where the prices of an objective at a site are kept.
+    """Return the file of an objective's prices at a site.
 
     `digest` is that of the calibration, and so of the model.
     """

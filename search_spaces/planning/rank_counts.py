@@ -1,4 +1,4 @@
-"""Whether the GPUs of a tensor-parallel engine can divide the KV heads of a recipe's plans."""
+"""Check that the GPUs of a tensor-parallel engine can divide the KV heads of a recipe's plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layer_counts(
 
     Args:
         recipe: The recipe.
-        kv_ratio: Share of the checkpoint's own cache that is kept at most.
+        kv_ratio: Upper bound of the kept share of the checkpoint's cache.
         geometry: That of the checkpoint.
 
     Raises:

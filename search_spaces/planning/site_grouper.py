@@ -24,7 +24,7 @@ from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.site import SIDES, Site, plan_of_sites
 
 Sides = tuple[str, ...]
-"""What is grouped alike: ("key",), ("value",) or both."""
+"""The sides that are grouped alike: ("key",), ("value",) or both."""
 
 
 def layer_sites(recipe: Recipe, counts: tuple[int, int]) -> Iterator[tuple[Sides, int]]:
@@ -42,7 +42,7 @@ class SiteGrouper:
     Attributes:
         recipe: Its grouping, objective, similarity and width, a number, are used.
         context: Heads and statistics of all layers.
-        partitions: The groups so far by layer and side, for objectives that judge whole plans.
+        partitions: The groups found, by layer and side, for objectives that judge whole plans.
     """
 
     def __init__(self, recipe: Recipe, context: PlanningContext) -> None:
@@ -64,7 +64,7 @@ class SiteGrouper:
         """
         units = len(self.context.units)
         groups = count // self.widths[sides[0]]
-        if groups in (1, units):  # nothing to choose
+        if groups in (1, units):  # only one partition is possible
             return neighbour_partition(units, groups)
         site = self._site(layer, sides)
         objective = None if self.recipe.objective is None else self._objective(site)
@@ -72,11 +72,11 @@ class SiteGrouper:
         return self.recipe.apply("grouping", problem, generator).partition
 
     def assign(self, layer: int, sides: Sides, partition: Partition) -> None:
-        """Add the partition of a site to those so far."""
+        """Add the partition of a site to those found."""
         self.partitions |= {(layer, side): partition for side in sides}
 
     def plan(self) -> AttentionPlan:
-        """Return the plan of the partitions so far; other sites keep what the checkpoint has."""
+        """Return the plan of the partitions found; other sites keep the checkpoint's heads."""
         return plan_of_sites(self.partitions, self.context.geometry, self.widths)
 
     @property

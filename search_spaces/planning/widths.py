@@ -1,4 +1,4 @@
-"""How wide the KV heads of a recipe's plans are.
+"""The width of the KV heads of a recipe's plans.
 
 Legend: U stored KV heads per layer, d head dim, m width: how many times d a shared head is wide.
 
@@ -30,8 +30,8 @@ def widest(count: int, geometry: HeadGeometry) -> int:
 def with_width(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> Recipe:
     """Return the recipe with a width that is a number, as its plans at this ratio have it.
 
-    Where queries and keys pass a norm after their projection nothing but values can be wide, and
-    the two sides have groups of their own.
+    Where queries and keys pass a norm after their projection only values can be wide, and the two
+    sides are grouped separately.
     """
     if recipe.width == 1:
         return recipe

@@ -1,6 +1,6 @@
 """Which recipe suits a checkpoint.
 
-What each engine holds of the named ones, and the best of them.
+Which plans of the named recipes each engine supports, and the best recipe for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What an engine represents exactly of a family in the same cache, and which recipes suit it.
+"""What an engine can store of a family without a larger cache, and which recipes suit it.
 
-Nothing here knows an engine: the export target is asked about a few plans
+This module knows no engines: it passes a few plans to the export target
 (`attention.io.targets.Target.held`).
 """
 
@@ -21,13 +21,13 @@ from search_spaces.recipes.rules import EQUAL_SIZES_FIELD
 
 @dataclass(frozen=True)
 class EngineForm:
-    """What export target `target` holds at the plan's own bytes.
+    """The kinds of plan that export target `target` stores without a larger cache.
 
-    `grouped` layers at all, with groups of `unequal` size, counts of KV heads of each layer's own
-    (`own_counts`: the usual ones, in groups as equal as can be), both of these together
-    (`own_unequal`), keys and values with groups of their own (`apart`), heads that are `composed`,
-    heads of twice the checkpoint's width (`wide`, and `wide_own_counts` with counts of each layer's
-    own). `ranks` are the GPUs that it divides the heads among.
+    `grouped` layers at all, with groups of `unequal` size, different counts of KV heads per layer
+    (`own_counts`: the usual ones, in groups as equal as possible), both of these together
+    (`own_unequal`), keys and values with separate groups (`apart`), heads that are `composed`,
+    heads of twice the checkpoint's width (`wide`, and `wide_own_counts` with different counts per
+    layer). `ranks` are the GPUs that it divides the heads among.
     """
 
     target: str
@@ -58,7 +58,7 @@ class EngineForm:
             width: int = 1,
             **more: Any,
         ) -> bool:
-            """Whether stored head `u` of each layer may go to `keys[l][u]` and `values[l][u]`."""
+            """Whether stored head `u` of each layer may move to `keys[l][u]` and `values[l][u]`."""
             both = zip(keys, values or keys, strict=True)
             maps = [
                 LayerPlan(

@@ -80,7 +80,7 @@ class Recipe:
         settings = dict(self.settings)
         if self.by not in BY:
             raise RecipeError(f"recipe {self.name}: {one_of('by', BY, self.by)}")
-        if type(self.together) is not bool:  # from JSON it may be anything
+        if type(self.together) is not bool:  # JSON may contain any type
             raise RecipeError(
                 f"recipe {self.name}: together must be true or false, got {self.together!r}"
             )
@@ -127,7 +127,7 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the parts need: of "statistics", "model", "sequences" and internal marks."""
+        """The needs of the parts: of "statistics", "model", "sequences" and internal marks."""
         return frozenset(need for part in self.parts().values() for need in part.needs)
 
     @property
@@ -141,7 +141,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, the same for equal recipes.
 
-        A width of 1 is left out, so that recipes from before there were others keep their digests.
+        A width of 1 is left out, so that older recipes keep their digests.
         """
         record = {**asdict(self), "settings": dict(self.settings)}
         if self.width == 1:
@@ -172,10 +172,10 @@ class Recipe:
 
     @property
     def conversion_choices(self) -> dict[str, Any]:
-        """What a converted model depends on: all but names, relaxation and recovery."""
-        others = ("name", "source", "relaxation", "recovery")
-        choices = {key: value for key, value in self.to_dict().items() if key not in others}
-        settings = {k: v for k, v in self.settings if k.split(".")[0] not in others}
+        """The fields that a converted model depends on: all but names, relaxation and recovery."""
+        excluded = ("name", "source", "relaxation", "recovery")
+        choices = {key: value for key, value in self.to_dict().items() if key not in excluded}
+        settings = {k: v for k, v in self.settings if k.split(".")[0] not in excluded}
         return choices | {"settings": settings}
 
     def with_changes(self, **changes: Any) -> Recipe:

@@ -1,4 +1,4 @@
-"""What cannot be combined, and why.
+"""Combinations that are not allowed, with reasons.
 
 Declared once: recipes refuse it, and the joint space never proposes it.
 """
@@ -110,7 +110,7 @@ def _only_with(axis: str, parts: tuple[str, ...], why: str, choice: str, plain: 
     """Return the rule that these parts of an axis need `choice` = `plain`.
 
     Args:
-        why: What the message says of such a part.
+        why: The reason that the message gives for such a part.
     """
 
     def rule(part: str, chosen: str) -> str | None:

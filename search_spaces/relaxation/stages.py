@@ -56,7 +56,7 @@ STAGED = (
     ),
 )
 SETUP_KNOBS = tuple(knob.name for knob in (FRACTION, *STAGED))
-"""Knobs that are for whoever sets up the training; the relaxation itself does not have them."""
+"""Knobs for the code that sets up the training; the relaxation itself does not have them."""
 # Jin 2024 has its schedule over all of the training, of which the last fifth has frozen masks: that
 # fifth is recovery here, and the shares are of the first four fifths.
 WHOLE = 0.8

@@ -19,7 +19,7 @@ from attention.plan import HeadShare, resolve_shares
 # Cosines that agree in so many decimals are ties, broken by lowest (layer, head): rounding must not
 # decide.
 DECIMALS = 9
-CHUNK = 1 << 24  # numbers of the normalised Gram product held at once
+CHUNK = 1 << 24  # numbers of the normalised Gram product in memory at once
 
 
 def similarities(layers: Sequence[Sequence[Tensor]]) -> np.ndarray:

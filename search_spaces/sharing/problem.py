@@ -1,4 +1,4 @@
-"""What is shared among layers: the question, its answer, and the parts that give it (Cao 2024)."""
+"""Sharing of weights among layers: the problem, its solution, and the parts (Cao 2024)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Activation-informed similarity.
 
-How well the vectors of one head find a like direction among those of the other.
+Measures how well the vectors of one head match a direction among those of the other.
 
 Legend: H heads, n tokens, d head dim.
 """

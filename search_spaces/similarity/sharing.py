@@ -1,4 +1,4 @@
-"""How alike the heads are that a plan lets share, as they are and once turned towards each other.
+"""Similarity of the heads that a plan shares, unchanged and after alignment.
 
 Legend: H query heads, d head dim. Cosines are means over tokens of the cosine of two heads' vectors
 of one token (Jin 2024, section 3.3); keys are taken before RoPE, biases included.
@@ -46,9 +46,9 @@ def pair_cosines(
 ) -> PairCosines:
     """Return the cosines of the pairs of lifted heads of a layer, before and after alignment.
 
-    Each pair has a map of its own, so `aligned` is what Jin 2024, eq. 18 and 19 score pairs by; one
-    map per head for a group of three or more reaches less. With a norm on the keys theirs is only
-    what a rotation could do.
+    Each pair has a separate map, so `aligned` is the score of pairs in Jin 2024, eq. 18 and 19; one
+    map per head for a group of three or more reaches less. With a norm on the keys, theirs is only
+    what a rotation could reach.
 
     Args:
         tokens: The first sampled sequences that have so many tokens are used.

@@ -1,4 +1,4 @@
-"""One decision of the joint space as plain data, and the order in which they are taken."""
+"""One decision of the joint space as plain data, and the order of the decisions."""
 
 from __future__ import annotations
 

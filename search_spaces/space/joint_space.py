@@ -47,12 +47,12 @@ NOT_UNASKED = {
 class JointSpace:
     """All recipes and budgets that can be tried on one checkpoint.
 
-    What `NOT_UNASKED` holds back, `choices` brings in.
+    `choices` can include the parts that `NOT_UNASKED` excludes by default.
 
     `geometry` excludes those that a grouping cannot meet. `choices` restricts fields, e.g.
     `{"grouping": ["exact", "neighbour"]}`. `settings` fixes knobs ("axis.knob"), which are then not
     searched. A ratio that nothing in the space meets exactly is a ceiling, unless `strict`. Raises
-    ValueError for an unknown field or choice, or if nothing is left to propose.
+    ValueError for an unknown field or choice, or if the space is empty.
 
     Attributes:
         kv_ratios: The budgets.
@@ -310,7 +310,7 @@ class JointSpace:
 
     def _domain(self, name: str, allowed: Sequence[Any]) -> Domain:
         everything = [option for option in self._options[name] if option is not None]
-        # Narrowed choices are a domain of their own: samplers want the same choices under the same
+        # Narrowed choices are a separate domain: samplers require the same choices under the same
         # name.
         label = (
             name if list(allowed) == everything else f"{name}:{'+'.join(str(a) for a in allowed)}"

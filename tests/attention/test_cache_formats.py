@@ -54,7 +54,7 @@ def test_heads_that_are_no_whole_number_of_blocks_are_refused() -> None:
         CachePair.parse("q8_0").bytes_per_token(AttentionPlan.identity(1, 2, 80))
 
 
-def test_what_a_format_alone_reaches_is_said() -> None:
+def test_what_a_format_alone_reaches_is_reported() -> None:
     records = offered_formats(AttentionPlan.identity(2, 4, 64))
     assert [record["cache_format"] for record in records] == ["q8_0", "fp8", "q8_0,q4_0", "q4_0"]
     half = format_advice(records, 0.5, "M")

@@ -54,20 +54,20 @@ def test_family_reads_reshapes_and_writes(name: str, tiny_model) -> None:
     heads = family.read(modules[0], geometry)
     H, d, D = geometry.num_heads, geometry.head_dim, geometry.hidden_size
     assert heads.q.shape == (H, d, D) and heads.o.shape == (H, D, d) and heads.k.shape == heads.v.shape == (H, d, D)
-    for bias, wanted in (
+    for bias, expected in (
         (heads.q_bias, geometry.query_bias),
         (heads.k_bias, geometry.key_bias),
         (heads.v_bias, geometry.value_bias),
         (heads.o_bias, geometry.output_bias),
     ):
-        assert (bias is not None) == wanted
+        assert (bias is not None) == expected
     x = torch.randint(geometry.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
-    kept = heads.to(torch.float64).to(torch.float32)  # a copy: read gives views of the weights
+    stored = heads.to(torch.float64).to(torch.float32)  # a copy: read gives views of the weights
     with torch.no_grad():
         before = model(x).logits
-        family.write(modules[0], kept.permute(list(range(H))[::-1]))  # the keys stay: the logits must change,
+        family.write(modules[0], stored.permute(list(range(H))[::-1]))  # the keys do not change: the logits must,
         assert (model(x).logits - before).abs().max() > 1e-3
-        family.write(modules[0], kept)  # and come back exactly
+        family.write(modules[0], stored)  # and be restored exactly
         assert torch.equal(model(x).logits, before)
     family.reshape(modules[0], geometry, LayerPlan((0, 0, 1, 1), (0,) * 4))
     small = family.read(modules[0], geometry)

@@ -32,13 +32,13 @@ def test_json_gives_the_same_plan_back(plan: AttentionPlan) -> None:
 
 @given(plans())
 def test_ratio_counts_kept_heads(plan: AttentionPlan) -> None:
-    kept = sum(
+    stored = sum(
         len(set(layer.key_map)) * layer.key_width + len(set(layer.value_map)) * layer.value_width
         for layer in plan.layers
     )
-    assert plan.kv_heads == kept
-    assert plan.kv_ratio == kept / (2 * plan.num_layers * plan.num_heads)
-    assert plan.kv_bytes_per_token("float32") == kept * plan.head_dim * 4
+    assert plan.kv_heads == stored
+    assert plan.kv_ratio == stored / (2 * plan.num_layers * plan.num_heads)
+    assert plan.kv_bytes_per_token("float32") == stored * plan.head_dim * 4
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1))

@@ -27,13 +27,13 @@ def simulated(kv_heads: int, ranks: int) -> list[set[int]]:
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), list(itertools.product(RANKS, COUNTS)))
 def test_a_rank_holds_the_heads_that_its_queries_read(ranks: int, kv_heads: int) -> None:
-    held = simulated(kv_heads, ranks)
+    cached = simulated(kv_heads, ranks)
     if fits_ranks(kv_heads, ranks):
-        assert {len(heads) for heads in held} == {heads_per_rank(kv_heads, ranks)}
+        assert {len(heads) for heads in cached} == {heads_per_rank(kv_heads, ranks)}
     else:  # some rank would read two heads, or parts of them
         with pytest.raises(RankLayoutError, match=f"{kv_heads} KV heads cannot be divided among {ranks} GPUs"):
             heads_per_rank(kv_heads, ranks)
-        assert sum(map(len, held)) != max(kv_heads, ranks)
+        assert sum(map(len, cached)) != max(kv_heads, ranks)
 
 
 @given(layouts)

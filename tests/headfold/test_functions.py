@@ -31,24 +31,24 @@ def half(demo_dir: Path, little_text: str) -> headfold.ConversionResult:
 
 
 def test_a_conversion_prints_what_it_gives(half: headfold.ConversionResult) -> None:
-    said = repr(half)
-    assert f"{half['original_perplexity']:.2f} before, {half['perplexity']:.2f} after" in said
-    assert " ± " in said, "the error of the increase"
-    assert f"{half['kv_bytes_per_token']:,} of {half['kv_bytes_per_token_original']:,} bytes per token (50%)" in said
-    assert "loaded by  transformers, vLLM, llama.cpp" in said
+    output = repr(half)
+    assert f"{half['original_perplexity']:.2f} before, {half['perplexity']:.2f} after" in output
+    assert " ± " in output, "the error of the increase"
+    assert f"{half['kv_bytes_per_token']:,} of {half['kv_bytes_per_token_original']:,} bytes per token (50%)" in output
+    assert "loaded by  transformers, vLLM, llama.cpp" in output
 
 
 def test_its_checkpoint_is_loaded_saved_and_exported(
     half: headfold.ConversionResult, tmp_path: Path, demo_dir: Path, little_text: str
 ) -> None:
-    kept = half.save(tmp_path / "half")
-    assert AutoModelForCausalLM.from_pretrained(kept).config.num_key_value_heads == 4
-    assert half.load().num_parameters() == headfold.load(kept).num_parameters() == half["parameters"]
+    stored = half.save(tmp_path / "half")
+    assert AutoModelForCausalLM.from_pretrained(stored).config.num_key_value_heads == 4
+    assert half.load().num_parameters() == headfold.load(stored).num_parameters() == half["parameters"]
     exported = half.export("gqa", tmp_path / "exported")
     assert exported.path == tmp_path / "exported" and exported["exact"]
     assert "gqa, exact" in repr(exported)
     eval_options = {"eval_tokens": 512, "sequence_length": 64, "device": "cpu", "speed_tokens": 0}
-    measured = headfold.evaluate(kept, demo_dir, little_text, **eval_options)
+    measured = headfold.evaluate(stored, demo_dir, little_text, **eval_options)
     assert measured["loss"] == pytest.approx(half["loss"], abs=1e-3)
     assert f"{measured['perplexity']:.2f}, {measured['original_perplexity']:.2f} of the original" in repr(measured)
 

@@ -1,4 +1,4 @@
-"""What a test writes as a training checkpoint, and which are there."""
+"""Write the files of a test's training checkpoint, and list the existing ones."""
 
 from __future__ import annotations
 

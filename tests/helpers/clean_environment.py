@@ -51,15 +51,15 @@ class CleanEnvironment:
 
     @classmethod
     def make(cls, folder: Path) -> CleanEnvironment:
-        made = cls(folder / "venv")
-        venv.create(made.folder, with_pip=True)
+        created = cls(folder / "venv")
+        venv.create(created.folder, with_pip=True)
         wheel = build_wheel(folder)
-        (packages,) = made.folder.glob("lib/python*/site-packages")
+        (packages,) = created.folder.glob("lib/python*/site-packages")
         # pip would find the editable Headfold of the same version on these paths, and install none
-        install = [made.bin / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+        install = [created.bin / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
         subprocess.run(install, env=without(os.environ, OF_TESTS), check=True)
         (packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        return made
+        return created
 
     @property
     def bin(self) -> Path:
@@ -71,7 +71,7 @@ class CleanEnvironment:
         """A command with this environment's programs first, and nothing of the checkout on Python's path."""
         clean = without(os.environ, OF_TESTS)
         clean |= {"PATH": f"{self.bin}{os.pathsep}{clean['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        clean |= {"RAY_worker_niceness": "0"}  # of other tests' processes beside these none is nice
+        clean |= {"RAY_worker_niceness": "0"}  # processes of other tests are not nice either
         given = [*map(str, command)]
         return subprocess.run(
             given, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=60 * minutes

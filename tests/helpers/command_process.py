@@ -40,7 +40,7 @@ class CommandProcess:
         self._process = process
 
     def __call__(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """What `headfold` with these arguments ended with and printed."""
+        """Exit code and output of `headfold` with these arguments."""
         assert self._process.stdin and self._process.stdout
         command = [str(a) for a in arguments]
         self._process.stdin.write(json.dumps(command) + "\n")

@@ -6,8 +6,8 @@
 
 Tensors of `fgpu:0` are wrappers of CPU tensors. Mixing them with CPU tensors, CPU generators or numpy raises, by the
 rules of CUDA: CPU tensors of no dimensions may take part in elementwise operations, CPU indices may index, `copy_` and
-`to` go between devices. Whatever waits for the device (`item`, `tolist`, `cpu`, boolean indices, ...) is counted in
-`SYNCS` by the line of the project that called it.
+`to` copy between devices. Operations that wait for the device (`item`, `tolist`, `cpu`, boolean indices, ...) are
+counted in `SYNCS` by the line of the project that called them.
 
 It finds tensors on the wrong device. It knows nothing of speed, memory, streams, NCCL, Triton or DeepSpeed, and does
 not see generators and gradients of the device that go to tensors of the CPU.
@@ -235,8 +235,8 @@ class EmulatedTensor(Tensor):
         return self.numpy()
 
     def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Tensor:
-        made = _TENSOR(data, dtype=self.dtype if dtype is None else dtype)
-        return made.to(self.device if device is None else device).requires_grad_(requires_grad)
+        created = _TENSOR(data, dtype=self.dtype if dtype is None else dtype)
+        return created.to(self.device if device is None else device).requires_grad_(requires_grad)
 
 
 class _GeneratorType(type):
@@ -301,7 +301,7 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
 
 
 def _without_lists(index: Any) -> Any:
-    """Return an index with tensors in place of lists of numbers."""
+    """Return an index with tensors instead of lists of numbers."""
 
     def as_index(part: Any) -> Any:
         if not isinstance(part, (list, range)):
@@ -388,7 +388,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_devices(func: Any, name: str, tensors: list[Tensor], args: Any) -> None:
-    """Refuse an operation that takes CPU tensors beside the device's.
+    """Refuse an operation that mixes CPU tensors with the device's.
 
     Raises:
         NotImplementedError: For an operation that CUDA does not have.

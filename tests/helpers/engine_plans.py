@@ -1,4 +1,4 @@
-"""Plans of each kind that engines are asked to hold, for tiny models of two layers of four heads."""
+"""Plans of each kind that engines may support, for tiny models of two layers of four heads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def plans(head_dim: int) -> dict[str, AttentionPlan]:
         "unequal": together((0, 0, 0, 1), (0, 1, 1, 1)),
         "apart": apart,
     }
-    made = {name: AttentionPlan(layers, head_dim) for name, layers in kinds.items()}
+    created = {name: AttentionPlan(layers, head_dim) for name, layers in kinds.items()}
     settings = Composition(rank=1, static_base=True, window=24)
-    return made | {"composed": AttentionPlan(apart, head_dim, composition=settings)}
+    return created | {"composed": AttentionPlan(apart, head_dim, composition=settings)}
 
 
 def converted(model: PreTrainedModel, plan: AttentionPlan) -> PreTrainedModel:
     """A model of the plan; composed heads are composed by random weights, as after a training."""
-    made = convert(model, plan)
-    reset(made, identity=False, generator=torch.Generator().manual_seed(0))
-    return made
+    created = convert(model, plan)
+    reset(created, identity=False, generator=torch.Generator().manual_seed(0))
+    return created

@@ -1,4 +1,4 @@
-"""What a folder holds, to compare before and after."""
+"""The content of a folder, to compare before and after."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tree = dict[str, tuple[str, Any]]
 
 def snapshot(root: Path) -> Tree:
     """Every path below a folder: kind, and bytes or where a link leads."""
-    found: Tree = {}
+    result: Tree = {}
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(folder) / name
@@ -19,5 +19,5 @@ def snapshot(root: Path) -> Tree:
                 entry: tuple[str, Any] = ("link", str(path.readlink()))
             else:
                 entry = ("folder", None) if path.is_dir() else ("file", path.read_bytes())
-            found[str(path.relative_to(root))] = entry
-    return found
+            result[str(path.relative_to(root))] = entry
+    return result

@@ -1,4 +1,4 @@
-"""A hub of its own on the loopback address, with one gated model, one open one, and nothing else."""
+"""A separate hub on the loopback address, with one gated model, one open one, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 GATED = "meta-llama/Llama-gated"
 OPEN = "openai/open"
 TOKEN = "hf_" + "s" * 34
-"""Whose account has accepted the licence."""
+"""Token of the account that has accepted the licence."""
 
 
 class Hub(BaseHTTPRequestHandler):

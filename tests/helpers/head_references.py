@@ -90,5 +90,5 @@ def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def activations(rows: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """`[G, n T, d]` float64 of projections `[G, d, D]` for x `[..., D]`."""
-    found = torch.einsum("gdD,nD->gnd", rows.double(), x.flatten(0, -2).double())
-    return found if bias is None else found + bias.double()[:, None]
+    result = torch.einsum("gdD,nD->gnd", rows.double(), x.flatten(0, -2).double())
+    return result if bias is None else result + bias.double()[:, None]

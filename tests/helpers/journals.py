@@ -18,8 +18,8 @@ CONFIG = ("recipe", "kv_ratio", "learning_rate", "choices", "probe", "seed")
 
 
 def write_journal(folder: Path, trials: Sequence[TrialRecord] = ()) -> Path:
-    """The journal of a search with these trials, in place of what there is. All that have not ended were interrupted
-    if one was."""
+    """Write the journal of a search with these trials, replacing an existing one. All that have not ended were
+    interrupted if one was."""
     (folder / NAME).unlink(missing_ok=True)
     journal = Journal(folder / NAME)
     journal.begin(rungs_of(trials))
@@ -38,13 +38,13 @@ def write_journal(folder: Path, trials: Sequence[TrialRecord] = ()) -> Path:
             journal.append(END, trial=name, error=error, trace=trial.error_log, lost=False, bare=False)
     if any(trial.status == records.KILLED for trial in trials):
         journal.append(INTERRUPT)
-    found = {name: record.status for name, record in journal.history.records.items()}
-    assert found == {trial.trial_id: trial.status for trial in trials}
+    actual = {name: record.status for name, record in journal.history.records.items()}
+    assert actual == {trial.trial_id: trial.status for trial in trials}
     return journal.path
 
 
 def rungs_of(trials: Sequence[TrialRecord]) -> int:
-    """As many rungs as those have reported that are done, and more than those that were stopped."""
+    """As many rungs as the completed ones have reported, and more than those that were stopped."""
     given = [t.last["rung"] + 1 for t in trials if t.status == records.DONE and "rung" in t.last]
     stopped = [len(t.rungs) + 1 for t in trials if t.status != records.DONE]
     return max(given) if given else max([1, *stopped, *(len(t.rungs) for t in trials)])

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 def local_cluster(head: dict[str, Any]) -> Any:
     """Return a cluster with a head node of these arguments.
 
-    It notes its address in Ray's default folder wherever `temp_dir` lies, and fails where no other Ray has made that.
+    It notes its address in Ray's default folder for any `temp_dir`, and fails where no other Ray has made that.
     """
     Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
     return Cluster(initialize_head=True, head_node_args=head)

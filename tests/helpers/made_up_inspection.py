@@ -1,4 +1,4 @@
-"""What `inspect` measures, made up: for the page alone."""
+"""Made-up measurements of `inspect`: for the page alone."""
 
 from __future__ import annotations
 

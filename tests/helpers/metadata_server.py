@@ -14,7 +14,7 @@ TOKEN = "a-session-token"
 
 
 class MetadataServer:
-    """A server that knows no notice until `announce`; `requests` are the paths that were asked for."""
+    """A server that has no notice until `announce`; `requests` are the requested paths."""
 
     def __init__(self, cloud: str) -> None:
         self.cloud, self.ends_at, self.requests = cloud, 0.0, list[str]()
@@ -63,8 +63,8 @@ class MetadataServer:
         path, when = path.partition("?")[0], datetime.fromtimestamp(self.ends_at, UTC)
         if self.cloud == "EC2":
             if path == "/latest/api/token":
-                asked = method == "PUT" and "x-aws-ec2-metadata-token-ttl-seconds" in headers
-                return (200, TOKEN) if asked else (405, "")
+                requested = method == "PUT" and "x-aws-ec2-metadata-token-ttl-seconds" in headers
+                return (200, TOKEN) if requested else (405, "")
             if headers.get("x-aws-ec2-metadata-token") != TOKEN:
                 return 401, ""
             if path == "/latest/meta-data/spot/instance-action" and self.ends_at:

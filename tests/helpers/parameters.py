@@ -8,5 +8,5 @@ import pytest
 
 
 def extended(*values: Any, id: str | None = None) -> Any:
-    """A case of `parametrize` that is left to `make test-all`."""
+    """A case of `parametrize` that runs only in `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.extended, id=id)

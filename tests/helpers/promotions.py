@@ -51,12 +51,12 @@ def entry(
 
 
 def with_baseline(one: PromotionEntry, weights: str, loss: float) -> PromotionEntry:
-    """The entry beside a baseline of these weights."""
+    """The entry, with a baseline of these weights."""
     return replace(one, baseline=BaselineModel(weights, loss, 4))
 
 
 def checked(one: PromotionEntry, config: SearchConfig, context: TrialContext, folder: SearchFolder) -> GateResult:
-    """What the gate says of a candidate."""
+    """The gate's result for a candidate."""
     mlflow: Any = None
     ((_, result),) = check_candidates([one], SearchSession(config, folder, context, mlflow, 1))
     return result
@@ -74,7 +74,7 @@ def promoted(
 
 
 def sync_of(tracker: Tracker, folder: SearchFolder, parent: str) -> MlflowSync:
-    """What a driver has after its start."""
+    """The state of a driver after its start."""
     return MlflowSync(lambda: tracker, replace(parent_run(folder.root), status=None, run_id=parent))
 
 

@@ -1,4 +1,4 @@
-"""A search of the demo's config in a process of its own, as a user starts one from a terminal."""
+"""A search of the demo's config in a separate process, as a user starts one from a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LITTLE = [
 def start_search(
     storage: Path, settings: Iterable[str], *arguments: str, repository: Path = REPOSITORY
 ) -> subprocess.Popen[str]:
-    """`headfold search configs/demo.yaml` with `settings` in a session of its own, so that it can be killed whole.
+    """Run `headfold search configs/demo.yaml` with `settings` in a new session, so that it can be killed whole.
 
     `repository`: the checkout whose code runs, in Ray's processes too.
     """
@@ -50,18 +50,18 @@ def start_search(
 def left_over(storage: Path, seconds: float = 30) -> list[str]:
     """The commands of a search's processes that are still there, `seconds` after it has ended at the latest."""
     deadline = time.monotonic() + seconds
-    while (found := _marked(f"{MARK}={storage}".encode())) and time.monotonic() < deadline:
+    while (result := _marked(f"{MARK}={storage}".encode())) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return found
+    return result
 
 
 def _marked(mark: bytes) -> list[str]:
-    found = []
+    result = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # not ours, or gone
             if mark in (process / "environ").read_bytes().split(b"\0") and (command := _command(process)):
-                found.append(command)
-    return found
+                result.append(command)
+    return result
 
 
 def _command(process: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a model weighs: parameters, bytes held in memory, bytes on disk; and what a plan must add or save of it."""
+"""Sizes of a model: parameters, bytes in memory, bytes on disk; and the bytes that a plan must add or save."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Path = tuple[tuple[Domain, Any], ...]
 
 
 def paths(space: JointSpace, taken: Path = ()) -> Iterator[Path]:
-    """Every way through the decisions, what was decided beside each; knobs take their defaults."""
+    """Every way through the decisions, with the earlier decisions of each; knobs take their defaults."""
     domain = space.next({done.name: value for done, value in taken})
     if domain is None:
         yield taken

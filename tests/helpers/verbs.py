@@ -36,8 +36,8 @@ def conversion(
     config_only: bool = False,
     **settings: Any,
 ) -> Convert:
-    given = {"model": model, "recipe": recipe, "kv_ratio": kv_ratio, "out": out, "overrides": recipe_settings}
-    return Convert(ConvertOptions(**given, **settings), config_only=config_only)
+    options = {"model": model, "recipe": recipe, "kv_ratio": kv_ratio, "out": out, "overrides": recipe_settings}
+    return Convert(ConvertOptions(**options, **settings), config_only=config_only)
 
 
 def convert_checkpoint(
@@ -69,8 +69,8 @@ def open_store(model: Any, recipe: Any, kv_ratios: Sequence[float], **settings: 
 
 
 def estimate_conversion(model: Any, recipe: Any, kv_ratio: float, **settings: Any) -> ConversionEstimate:
-    (found,) = estimate_conversions(conversion(model, recipe, kv_ratio, config_only=True, **settings).request)
-    return found
+    (result,) = estimate_conversions(conversion(model, recipe, kv_ratio, config_only=True, **settings).request)
+    return result
 
 
 def needs_layerwise(model: Any, recipe: Any, kv_ratio: float, out: Path, **settings: Any) -> bool:
@@ -84,8 +84,8 @@ def announce(model: Any, recipe: Any, kv_ratios: Any, out: Any, **settings: Any)
 def inspect_checkpoint(
     checkpoint: Any, *, kv_ratios: Any = (0.5, 0.25), recipe_settings: Any = None, **settings: Any
 ) -> Any:
-    given = {"checkpoint": checkpoint, "kv_ratio": kv_ratios, "overrides": recipe_settings}
-    return Inspect(InspectOptions(**given, **settings)).run()
+    options = {"checkpoint": checkpoint, "kv_ratio": kv_ratios, "overrides": recipe_settings}
+    return Inspect(InspectOptions(**options, **settings)).run()
 
 
 def evaluate_checkpoint(checkpoint: Any, original: Any = None, **settings: Any) -> Any:

@@ -1,6 +1,6 @@
 """Workers of a training without Ray: processes in one group of gloo, each returning what it found.
 
-They are forked from a process of their own, since a process group of the tests' would be theirs too.
+They are forked from a separate process, since a process group of the tests' would be theirs too.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def _all(number: int, folder: Path, work: Callable[..., Any], args: tuple[Any, .
     workers = [FORK.Process(target=_run, args=(rank, number, *common)) for rank in range(number)]
     for worker in workers:
         worker.start()
-    found = {}
-    while len(found) < number:
+    result = {}
+    while len(result) < number:
         rank, answer, failed = answers.get()
         if failed:
             for worker in workers:
                 worker.kill()
             raise RuntimeError(f"worker {rank}: {failed}")
-        found[rank] = answer
+        result[rank] = answer
     for worker in workers:
         worker.join()
-    return [found[rank] for rank in range(number)]
+    return [result[rank] for rank in range(number)]
 
 
 def _run(rank: int, number: int, meeting: Path, answers: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The arms that the comparisons train: what is held equal between them stands here, once."""
+"""The arms that the comparisons train: the settings that are equal for all are defined here, once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ LENGTH, BATCH = 128, 4  # tokens of a sequence and sequences of a step: small, s
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences `[N, 128]`: `train` for training, `calibration` for closed forms, `held_out` for every loss told."""
+    """Sequences `[N, 128]`: `train` for training, `calibration` for closed forms, `held_out` for all reported
+    losses."""
 
     train: Tensor
     calibration: Tensor
@@ -63,7 +64,7 @@ def fused_and_recovered(
     rate: float,
     knobs: dict[str, Any],
 ) -> tuple[float, float]:
-    """DHA from `model`: up to `steps` steps of its Lagrangian, and what is left of `steps + recovery` without it.
+    """DHA from `model`: up to `steps` steps of its Lagrangian, and the rest of `steps + recovery` without it.
 
     Returns the held-out loss right after collapsing, and at the end.
     """
@@ -83,6 +84,6 @@ def fused_and_recovered(
 
 def best(arm: Callable[[float], float], rates: tuple[float, ...]) -> float:
     """The arm at its best learning rate of the grid; every value is printed."""
-    found = {rate: arm(rate) for rate in rates}
-    print({rate: round(loss, 3) for rate, loss in found.items()})
-    return min(found.values())
+    result = {rate: arm(rate) for rate in rates}
+    print({rate: round(loss, 3) for rate, loss in result.items()})
+    return min(result.values())

@@ -1,8 +1,8 @@
-"""What the papers' methods show on the demo checkpoint, with the margins that hold there; every number is printed.
+"""Results of the papers' methods on the demo checkpoint, with the margins that are stable there; all are printed.
 
-Only claims that separate from noise at this size are here; what does not is told in
-docs/papers.md and asserted nowhere. Losses are nats a token on held-out text. Trained arms take 4 x 128 tokens a step,
-and each is judged at its best learning rate of one small grid that all arms share.
+Only claims that separate from noise at this size are here; others are described in docs/papers.md and asserted nowhere.
+Losses are nats per token on held-out text. Trained arms take 4 x 128 tokens per step, and each is judged at its best
+learning rate of one small grid that all arms share.
 
 That exact grouping is never worse than a walk under its own objective: tests/search_spaces/planning/test_planning.py.
 """
@@ -63,10 +63,10 @@ def test_alignment_changes_no_logit(
     demo_model: PreTrainedModel, calibration: Calibration, converted: Converted, corpus: Corpus
 ) -> None:
     tokens = corpus.held_out[:4]
-    wanted = demo_model(tokens).logits
+    expected = demo_model(tokens).logits
     for ratio in (0.5, 0.25):
         turned = relaxation_start(recipe("align"), demo_model, converted("align", ratio)[0], calibration)
-        assert (turned(tokens).logits - wanted).abs().max() < 1e-4
+        assert (turned(tokens).logits - expected).abs().max() < 1e-4
         moved = turned.model.layers[0].self_attn.v_proj.weight - demo_model.model.layers[0].self_attn.v_proj.weight
         assert moved.abs().max() > 0.01
 
@@ -134,5 +134,5 @@ def test_dha_from_aligned_heads_beats_dha_from_raw_heads(
         print(f"DHA from {start} heads at rate {rate:g}: {collapsed:.3f} collapsed, {end:.3f} in the end")
         return end
 
-    found = {start: best(lambda rate, start=start: arm(start, rate), RATES) for start in starts}
-    assert found["aligned"] < found["raw"] - 0.2
+    result = {start: best(lambda rate, start=start: arm(start, rate), RATES) for start in starts}
+    assert result["aligned"] < result["raw"] - 0.2

@@ -1,5 +1,5 @@
-"""AsymGQA's walk on the demo checkpoint, untrained, over six seeds: moves that keep sizes or do not, and what guides
-them. Every mean is printed; docs/papers.md tells which differences are asserted nowhere.
+"""AsymGQA's walk on the demo checkpoint, untrained, over six seeds: moves that keep sizes or do not, and the scores
+that guide them. Every mean is printed; docs/papers.md reports which differences are asserted nowhere.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ def losses(demo_model: PreTrainedModel, calibration: Calibration, corpus: Corpus
     def of(arm: str, ratio: float) -> np.ndarray:
         chosen = recipe("asymgqa", **ARMS[arm])
         plans = [make_plan(chosen, ratio, context, np.random.default_rng(seed)) for seed in SEEDS]
-        found = np.array([corpus.loss(convert_with(chosen, demo_model, plan, calibration)) for plan in plans])
-        print(f"{ratio:.0%} {arm}: {found.mean():.3f} ± {found.std(ddof=1):.3f} {found.round(3).tolist()}", flush=True)
-        return found
+        result = np.array([corpus.loss(convert_with(chosen, demo_model, plan, calibration)) for plan in plans])
+        print(
+            f"{ratio:.0%} {arm}: {result.mean():.3f} ± {result.std(ddof=1):.3f} {result.round(3).tolist()}", flush=True
+        )
+        return result
 
     return of
 
 
 def test_walks_at_a_quarter_of_the_cache(losses: Losses) -> None:
     """Asymmetric below symmetric by more than two standard errors of the difference of the means."""
-    found = {arm: losses(arm, 0.25) for arm in ARMS}
-    asymmetric, symmetric = found["asymmetric"], found["symmetric"]
+    result = {arm: losses(arm, 0.25) for arm in ARMS}
+    asymmetric, symmetric = result["asymmetric"], result["symmetric"]
     error = np.sqrt((asymmetric.var(ddof=1) + symmetric.var(ddof=1)) / len(SEEDS))
     assert asymmetric.mean() < symmetric.mean() - 2 * error
 
 
 def test_walks_at_half_of_the_cache_do_not_separate(losses: Losses) -> None:
-    """Whatever the sizes and whatever guides the moves: within a tenth of a nat of each other."""
+    """At any sizes and with any score: within a tenth of a nat of each other."""
     means = [losses(arm, 0.5).mean() for arm in ARMS]
     assert max(means) - min(means) < 0.1

@@ -1,6 +1,6 @@
 """A job for the cluster: trials under Ray Tune, each of which takes the GPUs of a node. `python cluster_trials.py ...`
 
-Arguments: storage folder, number of trials, GPUs of each, steps, seconds a step. Prints one JSON object.
+Arguments: storage folder, number of trials, GPUs of each, steps, seconds per step. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def trial(config: dict[str, Any]) -> None:
     (resources,) = (n["Resources"] for n in ray.nodes() if n["NodeID"] == node)
     for step in range(done + 1, config["steps"] + 1):
         time.sleep(config["seconds"])
-        told = {"step": step, "from": done, "node": node, "resources": resources}
+        report = {"step": step, "from": done, "node": node, "resources": resources}
         with (Path(config["log"]) / f"{tune.get_context().get_trial_id()}.jsonl").open("a") as log:
-            log.write(json.dumps(told) + "\n")
+            log.write(json.dumps(report) + "\n")
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "state.json").write_text(json.dumps({"step": step}))
-            tune.report(told, checkpoint=tune.Checkpoint.from_directory(folder))
+            tune.report(report, checkpoint=tune.Checkpoint.from_directory(folder))
 
 
 def main(storage: str, trials: int, gpus: float, steps: int, seconds: float) -> None:
@@ -49,8 +49,8 @@ def main(storage: str, trials: int, gpus: float, steps: int, seconds: float) -> 
             checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
         ),
     )
-    found = tuner.fit()
-    print(json.dumps({"errors": found.num_errors, "metrics": [r.metrics for r in found]}, default=str))
+    result = tuner.fit()
+    print(json.dumps({"errors": result.num_errors, "metrics": [r.metrics for r in result]}, default=str))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The cluster of cluster.yaml on one machine: its node types, resources and start commands, read from the file.
 
-What one machine cannot do is replaced, and nothing else: the provider (a node is a `ray start` of its own here), ports,
+Only parts that one machine cannot provide are replaced: the provider (a node is a separate `ray start` here), ports,
 memory, the idle time, the folders of the nodes and the bucket. Containers, mounts and installation are left out, and
 `ray stop`, which would end every Ray of the machine.
 """
@@ -47,7 +47,7 @@ class OneMachineProvider(FakeMultiNodeProvider):
         self._nodes[self._head_node_id]["tags"][TAG_RAY_USER_NODE_TYPE] = provider_config["head_type"]
 
     def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
-        """A node whose processes are gone is gone, as a cloud tells of a spot instance that was taken away."""
+        """A node whose processes have ended is gone, as a cloud reports a spot instance that was taken away."""
         with self.lock:
             for identity, node in list(self._nodes.items()):
                 process = node.get("process")
@@ -80,7 +80,7 @@ class OneMachineProvider(FakeMultiNodeProvider):
 
 
 def _node_environment(identity: str, kind: str, resources: dict[str, float]) -> dict[str, str]:
-    """What `ray up` and the autoscaler set for a node."""
+    """Settings of `ray up` and the autoscaler for a node."""
     return {
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": identity,
         "RAY_CLOUD_INSTANCE_ID": identity,
@@ -100,9 +100,9 @@ def end_tree(pid: int, *, kill: bool = False) -> None:
     for process in tree if kill else tree[:1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill() if kill else process.terminate()
-    for left in psutil.wait_procs(tree, timeout=60)[1]:  # MLflow's keeper copies the database on its way out
+    for remaining in psutil.wait_procs(tree, timeout=60)[1]:  # MLflow's keeper copies the database before it ends
         with contextlib.suppress(psutil.NoSuchProcess):
-            left.kill()
+            remaining.kill()
     psutil.wait_procs(tree, timeout=10)
 
 
@@ -122,22 +122,22 @@ class OneMachine:
     # ---- from the file ----------------------------------------------------------------------------------------
 
     def commands(self, key: str) -> list[str]:
-        """Commands of the file, with the ports and folders of this machine in place of its own."""
+        """Commands of the file, with the ports and folders of this machine instead of its own."""
         places = {
             ":6379": f":{self.gcs}",
             "--port=6379": f"--port={self.gcs}",
             "/mnt/headfold": str(self.shared),
             "/home/ray/mlflow": str(self.folder / "mlflow"),
         }
-        found = [command for command in self.config[key] if command not in CUT]
+        result = [command for command in self.config[key] if command not in CUT]
         for old, new in places.items():
-            found = [command.replace(old, new) for command in found]
+            result = [command.replace(old, new) for command in result]
         flags = NODE_FLAGS.format(agent=0 if key.startswith("worker") else free_port())
-        return [f"{c} {flags}" if c.startswith("ray start") else c for c in found]
+        return [f"{c} {flags}" if c.startswith("ray start") else c for c in result]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the head's container; `--env` of the file with this machine's folders."""
+        """Environment of the head's container; `--env` of the file with this machine's folders."""
         options = self.config["docker"]["run_options"] + self.config["docker"]["head_run_options"]
         own = dict(o.removeprefix("--env ").split("=", 1) for o in options if o.startswith("--env "))
         for key, value in own.items():
@@ -161,7 +161,7 @@ class OneMachine:
         )
 
     def bootstrap(self) -> dict[str, Any]:
-        """What `ray up` leaves on the head for the autoscaler, with this machine as the provider."""
+        """Files that `ray up` leaves on the head for the autoscaler, with this machine as the provider."""
         config = prepare_config(copy.deepcopy(self.config))
         config["provider"] = {
             "type": "external",
@@ -203,7 +203,7 @@ class OneMachine:
             if command.startswith("ray start"):
                 command += f" --block --node-ip-address=127.0.0.1 --dashboard-port={self.dashboard}"
                 command += f" --ray-client-server-port={free_port()}"
-            command = command.removesuffix("&").rstrip()  # kept as a child, to be ended with the cluster
+            command = command.removesuffix("&").rstrip()  # run as a child, to be ended with the cluster
             with (self.folder / f"head-{number}.log").open("wb") as log:
                 self.started.append(
                     subprocess.Popen(
@@ -237,11 +237,11 @@ class OneMachine:
         return {f.parent.name: json.loads(f.read_text()) for f in sorted(self.folder.glob("nodes/*/node.json"))}
 
     def kill(self, node: str) -> None:
-        """As the spot market does."""
+        """Take away a node as the spot market does."""
         end_tree(self.nodes()[node]["pid"], kill=True)
 
     def stop(self) -> list[psutil.Process]:
-        """End everything; what was left over is killed and returned."""
+        """End everything; the processes that had to be killed are returned."""
         for process in reversed(self.started):
             end_tree(process.pid)
         for node in self.nodes().values():
@@ -250,13 +250,13 @@ class OneMachine:
 
     def left_over(self) -> list[psutil.Process]:
         """Processes that belong to this cluster, by its folder in their command or environment."""
-        found = []
+        result = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 own = str(self.folder) + "/" in " ".join(process.cmdline())
                 if process.pid != os.getpid() and (own or process.environ().get("RAY_TMPDIR") == str(self.folder)):
-                    found.append(process)
-        for process in found:
+                    result.append(process)
+        for process in result:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        return found
+        return result

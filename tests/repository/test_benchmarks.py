@@ -49,9 +49,9 @@ def test_a_row_that_is_no_measurement_is_refused() -> None:
 
 def test_works_take_turns_and_the_first_turn_is_not_counted() -> None:
     calls: list[str] = []
-    taken = medians({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, repeat={"b": 2})
+    chosen = medians({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, repeat={"b": 2})
     assert "".join(calls) == "abb" * 3
-    assert set(taken) == {"a", "b"}
+    assert set(chosen) == {"a", "b"}
 
 
 def test_the_rival_of_exact_grouping_tries_all() -> None:
@@ -87,5 +87,5 @@ def test_without_a_cuda_device_it_says_so(capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["dinner"])
-    said = capsys.readouterr().err
-    assert "got dinner" in said and all(name in said for name in WANTED)
+    output = capsys.readouterr().err
+    assert "got dinner" in output and all(name in output for name in WANTED)

@@ -30,7 +30,7 @@ TABLE = "## Which files a change touches"
 SHOWN = {
     "A grouping": """
 import pytest
-test = "tests/search_spaces/planning/test_planning.py::test_every_grouping_makes_the_groups_asked_for"
+test = "tests/search_spaces/planning/test_planning.py::test_every_grouping_makes_the_requested_groups"
 assert pytest.main(["-q", "-p", "no:cacheprovider", f"{test}[strided]"]) == 0
 """,
     "An option of a verb": """

@@ -13,15 +13,15 @@ MOST = 3  # a folder that is just being written, and a tokenizer without a check
 
 def readers() -> list[str]:
     """Every call of `load_config` in the product, as `file:line`."""
-    found = []
+    result = []
     for package in PACKAGES:
         for path in sorted((REPOSITORY / package).rglob("*.py")):
             name = path.relative_to(REPOSITORY).as_posix()
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 called = getattr(node, "func", None)
                 if "load_config" in (getattr(called, "id", None), getattr(called, "attr", None)):
-                    found.append(f"{name}:{node.lineno}")  # type: ignore[attr-defined]
-    return found
+                    result.append(f"{name}:{node.lineno}")  # type: ignore[attr-defined]
+    return result
 
 
 def test_few_read_the_config_of_a_checkpoint_themselves() -> None:

@@ -1,4 +1,4 @@
-"""Citations: every part and recipe cites papers that docs/methods.md has the title of, each by a key of its own."""
+"""Citations: every part and recipe cites papers that docs/methods.md has the title of, each by a unique key."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ AMBIGUOUS = re.compile(r"Chen 2024(?! \((?:DHA|AsymGQA)\))")
 
 
 def sources() -> dict[str, str]:
-    """What each named recipe and each part of every axis cites, by name."""
-    found = {**vars(conversion_axes), **vars(search_axes), "searchers": SEARCHERS, "schedulers": SCHEDULERS}
-    axes = {axis.name: axis for axis in found.values() if isinstance(axis, Axis)}
+    """Citations of each named recipe and each part of every axis, by name."""
+    result = {**vars(conversion_axes), **vars(search_axes), "searchers": SEARCHERS, "schedulers": SCHEDULERS}
+    axes = {axis.name: axis for axis in result.values() if isinstance(axis, Axis)}
     parts = {f"{part.axis}={part.name}": part.source for axis in axes.values() for part in axis}
     return parts | {name: recipe.source for name, recipe in RECIPES.items()}
 
@@ -42,7 +42,7 @@ def test_what_parts_and_recipes_cite_is_in_the_bibliography() -> None:
     keys = " ".join(key for key, _, _ in ENTRIES)
     cited = {name: CITED.findall(source) for name, source in sources().items()}
     assert sum(map(len, cited.values())) > 30
-    assert {name: lost for name, found in cited.items() if (lost := [key for key in found if key not in keys])} == {}
+    assert {name: lost for name, result in cited.items() if (lost := [key for key in result if key not in keys])} == {}
 
 
 def test_citations_name_one_paper() -> None:

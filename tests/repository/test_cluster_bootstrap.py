@@ -1,4 +1,4 @@
-"""What `ray up --no-config-cache cluster.yaml` does up to the first shell on the head, against a fake of AWS (moto).
+"""`ray up --no-config-cache cluster.yaml` up to the first shell on the head, against a fake of AWS (moto).
 
 The fake takes the calls of boto3 in this process and keeps roles, keys, groups and instances in memory. It knows the
 instance types' sizes; it has no machines, no quotas and no prices.
@@ -38,30 +38,30 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         patch.setattr(aws.time, "sleep", lambda seconds: None)  # it waits for roles to spread over a real AWS
         with moto.mock_aws(config={"iam": {"load_aws_managed_policies": True}}):
             given = yaml.safe_load((REPOSITORY / "cluster.yaml").read_text())
-            made = commands._bootstrap_config(prepare_config(copy.deepcopy(given)), no_config_cache=True)
-            provider = AWSNodeProvider(made["provider"], made["cluster_name"])
+            created = commands._bootstrap_config(prepare_config(copy.deepcopy(given)), no_config_cache=True)
+            provider = AWSNodeProvider(created["provider"], created["cluster_name"])
             instances: dict[str, Any] = {}
-            for name, node in made["available_node_types"].items():
-                head = name == made["head_node_type"]
+            for name, node in created["available_node_types"].items():
+                head = name == created["head_node_type"]
                 labels = {
                     tags.TAG_RAY_NODE_KIND: "head" if head else "worker",
                     tags.TAG_RAY_USER_NODE_TYPE: name,
                     tags.TAG_RAY_NODE_NAME: name,
                     tags.TAG_RAY_NODE_STATUS: "uninitialized",
                 }
-                config = node["node_config"] | (made.get("head_node") or {} if head else {})
+                config = node["node_config"] | (created.get("head_node") or {} if head else {})
                 (instances[name],) = provider.create_node(config, labels, 1).values()
-            yield SimpleNamespace(given=given, made=made, provider=provider, instances=instances)
+            yield SimpleNamespace(given=given, made=created, provider=provider, instances=instances)
 
 
 def test_every_node_type_can_be_launched_as_it_is_written(up: SimpleNamespace) -> None:
     for name, instance in up.instances.items():
-        wanted = up.given["available_node_types"][name]["node_config"]
-        assert instance.instance_type == wanted["InstanceType"]
-        assert instance.image_id == wanted["ImageId"]
-        assert instance.instance_lifecycle == ("spot" if "InstanceMarketOptions" in wanted else None)
+        expected = up.given["available_node_types"][name]["node_config"]
+        assert instance.instance_type == expected["InstanceType"]
+        assert instance.image_id == expected["ImageId"]
+        assert instance.instance_lifecycle == ("spot" if "InstanceMarketOptions" in expected else None)
         (disk,) = instance.volumes.all()
-        assert disk.size == wanted["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"]
+        assert disk.size == expected["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"]
     assert len({i.placement["AvailabilityZone"][:-1] for i in up.instances.values()}) == 1
 
 
@@ -75,8 +75,8 @@ def test_resources_are_those_of_the_machines(up: SimpleNamespace) -> None:
         del node["resources"]
     counted = up.provider.fillout_available_node_types_resources(bare)["available_node_types"]
     for name, node in up.given["available_node_types"].items():
-        found = {key: value for key, value in counted[name]["resources"].items() if key != "memory"}
-        expected = {"CPU": 0} if name == up.given["head_node_type"] else found
+        result = {key: value for key, value in counted[name]["resources"].items() if key != "memory"}
+        expected = {"CPU": 0} if name == up.given["head_node_type"] else result
         assert node["resources"] == expected, name
 
 

@@ -54,20 +54,20 @@ def ray_problems(config: dict[str, Any]) -> list[str]:
 
 
 def node_problems(config: dict[str, Any]) -> list[str]:
-    shape, found = _run_instances(), []
+    shape, result = _run_instances(), []
     for name, node in config["available_node_types"].items():
         fields = node["node_config"] | {"MinCount": 1, "MaxCount": 1}
         report = ParamValidator().validate(fields, shape)
         if report.has_errors():
-            found.append(f"{name}: {report.generate_report()}")
+            result.append(f"{name}: {report.generate_report()}")
         if fields.get("InstanceType") not in shape.members["InstanceType"].enum:
-            found.append(f"{name}: no instance type {fields.get('InstanceType')!r}")
+            result.append(f"{name}: no instance type {fields.get('InstanceType')!r}")
         market = fields.get("InstanceMarketOptions", {}).get("MarketType", "spot")
         if market not in ("spot", "capacity-block"):
-            found.append(f"{name}: no market {market!r}")
+            result.append(f"{name}: no market {market!r}")
         if node.get("min_workers", 0) < 0 or node.get("max_workers", 0) < node.get("min_workers", 0):
-            found.append(f"{name}: workers {node.get('min_workers')} to {node.get('max_workers')}")
-    return found
+            result.append(f"{name}: workers {node.get('min_workers')} to {node.get('max_workers')}")
+    return result
 
 
 def place_problems(config: dict[str, Any]) -> list[str]:
@@ -75,21 +75,21 @@ def place_problems(config: dict[str, Any]) -> list[str]:
     if region not in botocore.session.get_session().get_available_regions("ec2"):
         return [f"no region {region!r}"]
     zones = config["provider"]["availability_zone"].split(",")
-    found = [f"zone {zone} is not in {region}" for zone in zones if zone[:-1] != region]
+    result = [f"zone {zone} is not in {region}" for zone in zones if zone[:-1] != region]
     mounts = re.findall(r"fs-\w+\.efs\.([\w-]+)\.amazonaws\.com", str(config["initialization_commands"]))
-    return found + [f"file system in {place}, not in {region}" for place in mounts if place != region]
+    return result + [f"file system in {place}, not in {region}" for place in mounts if place != region]
 
 
 def shell_problems(config: dict[str, Any]) -> list[str]:
-    found = []
+    result = []
     for key in COMMANDS:
         for command in config.get(key, []):
             check = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True)
             if check.returncode:
-                found.append(f"{key}: {check.stderr}")
+                result.append(f"{key}: {check.stderr}")
             if "--host" in command and not re.search(r"--host[= ]127\.0\.0\.1\b", command):
-                found.append(f"{key}: a server that listens beyond the loopback address: {command}")
-    return found
+                result.append(f"{key}: a server that listens beyond the loopback address: {command}")
+    return result
 
 
 def problems(config: dict[str, Any]) -> list[str]:
@@ -180,8 +180,8 @@ def test_what_needs_no_gpu_starts_no_gpu_node(file: str, amount: float, count: i
     types = CONFIGS[file]["available_node_types"]
     demand = [{"CPU": amount}] * count
     scorer = partial(_resource_based_utilization_scorer, node_availability_summary=NodeAvailabilitySummary({}))
-    started, left = get_nodes_for(types, {}, "head", 8, demand, lambda node, needs, name: scorer(node, needs))
-    assert (dict(started), left) == ({"cpu": nodes}, [])
+    started, remaining = get_nodes_for(types, {}, "head", 8, demand, lambda node, needs, name: scorer(node, needs))
+    assert (dict(started), remaining) == ({"cpu": nodes}, [])
 
 
 @both

@@ -119,7 +119,7 @@ print(json.dumps(found))
 
 
 def _folder_with(name: str, folder: Path) -> Path:
-    """A copy of the project with an example in its place, and what Python has compiled: it is valid there too."""
+    """A copy of the project with an example in it, and Python's bytecode: it is valid there too."""
     for package in PACKAGES:
         shutil.copytree(REPOSITORY / package, folder / package)
     code = (EXTENDING / name).read_text()
@@ -134,11 +134,11 @@ def _folder_with(name: str, folder: Path) -> Path:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     """Exit code and output of each example's use, in a copy of the project that has this example alone."""
     folders = {name: _folder_with(name, tmp_path_factory.mktemp(Path(name).stem)) for name in USES}
-    asked = {str(folders[name]): MODEL + use for name, use in USES.items()}
-    done = subprocess.run([sys.executable, "-c", EACH], input=json.dumps(asked), capture_output=True, text=True)
+    requested = {str(folders[name]): MODEL + use for name, use in USES.items()}
+    done = subprocess.run([sys.executable, "-c", EACH], input=json.dumps(requested), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return {name: found[str(folder)] for name, folder in folders.items()}
+    result = json.loads(done.stdout)
+    return {name: result[str(folder)] for name, folder in folders.items()}
 
 
 def test_every_example_is_on_the_page_and_used_here() -> None:
@@ -149,5 +149,5 @@ def test_every_example_is_on_the_page_and_used_here() -> None:
 
 @pytest.mark.parametrize("name", USES)
 def test_example_is_one_file_and_works(name: str, ran: dict[str, tuple[int, str]]) -> None:
-    code, told = ran[name]
-    assert code == 0, told
+    code, report = ran[name]
+    assert code == 0, report

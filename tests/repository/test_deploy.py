@@ -1,5 +1,5 @@
 """The image of a node, as far as it can be checked without building it: versions, and that nothing is left out. And the
-dashboard: that it draws what is exported, all of it, and in the form that Ray's Grafana loads."""
+dashboard: that it draws all exported metrics, in the form that Ray's Grafana loads."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def locked() -> dict[str, Version]:
 
 def copied() -> dict[str, str]:
     """Destinations of what the image copies into the folder of Headfold, by their paths here."""
-    found = {}
+    result = {}
     for sources, target in re.findall(r"^COPY --chown=\S+ (.+) /home/ray/headfold(\S*)$", IMAGE, re.MULTILINE):
         for source in sources.split():
-            found[source] = target.strip("/") or Path(source).name
-    return found
+            result[source] = target.strip("/") or Path(source).name
+    return result
 
 
 def test_every_requirement_is_locked_to_a_version_that_it_allows() -> None:
     versions, project = locked(), PROJECT["project"]
     extras = project["optional-dependencies"]
     for text in [*project["dependencies"], *extras["eval"], *extras["gpu"]]:
-        wanted = Requirement(text)
-        assert versions[wanted.name] in wanted.specifier, text
+        expected = Requirement(text)
+        assert versions[expected.name] in expected.specifier, text
 
 
 def test_the_image_has_ray_as_locked_and_all_packages() -> None:
@@ -70,7 +70,7 @@ def test_the_image_has_ray_as_locked_and_all_packages() -> None:
 
 @pytest.mark.extended
 def test_the_files_of_the_image_make_the_wheel(tmp_path: Path) -> None:
-    """What the last step of the image installs, without a builder of images."""
+    """The packages that the last step of the image installs, without a builder of images."""
     source = copy_source(tmp_path / "source")
     for name, target in copied().items():
         (tmp_path / "image" / target).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs/ mention exists: files, links, make targets, verbs, options, config keys."""
+"""References of README, CONTRIBUTING and docs/ exist: files, links, make targets, verbs, options, config keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = sorted(
 VERBS = get_command(app).commands  # type: ignore[attr-defined]
 TOP = ["attention", "search_spaces", "trainers", "orchestrator", "tests", "docs", "configs", "examples", "benchmarks"]
 CODE = ["attention", "search_spaces", "trainers", "orchestrator", "examples", "benchmarks"]
-# Files that a page tells the reader to make.
+# Files that the reader of a page creates.
 MADE_BY_READER = {"attention/conversion/fusion/strongest.py", "search_spaces/grouping/strided.py"}
 page = pytest.mark.parametrize("page", PAGES, ids=lambda file: file.relative_to(REPOSITORY).as_posix())
 
@@ -29,8 +29,8 @@ def missing_paths(text: str, folder: Path) -> list[str]:
     """Repository paths and relative links in a page that lead nowhere."""
     paths = re.findall(rf"(?<![\w/.-])((?:{'|'.join(TOP)})/[\w./-]*\w/?)", text)
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
-    lost = [p for p in paths if p not in MADE_BY_READER and not (REPOSITORY / p).exists()]
-    return lost + [link for link in links if not (folder / link).exists()]
+    missing = [p for p in paths if p not in MADE_BY_READER and not (REPOSITORY / p).exists()]
+    return missing + [link for link in links if not (folder / link).exists()]
 
 
 def missing_targets(text: str) -> list[str]:
@@ -41,16 +41,16 @@ def missing_targets(text: str) -> list[str]:
 
 def missing_verbs(text: str) -> list[str]:
     """Verbs and their options, in commands and in the table of verbs."""
-    lost = []
+    missing = []
     calls = re.findall(r"(?:headfold|orchestrator/main\.py) ([a-z]+)\b((?:[^`\n\\&;]|\\\n)*)", text)
     calls += re.findall(r"^\| `([a-z]+) ([^`]*)` \|", text, re.MULTILINE)
     for verb, rest in calls:
         if verb not in VERBS:
-            lost.append(verb)
+            missing.append(verb)
             continue
         known = {option for parameter in VERBS[verb].params for option in (*parameter.opts, *parameter.secondary_opts)}
-        lost += [f"{verb} {option}" for option in re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest) if option not in known]
-    return lost
+        missing += [f"{verb} {option}" for option in re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest) if option not in known]
+    return missing
 
 
 def unquoted_brackets(text: str) -> list[str]:
@@ -84,8 +84,8 @@ def test_brackets_are_quoted_in_commands_of_configs_and_messages() -> None:
     configs = [*(REPOSITORY / "configs").rglob("*.yaml"), *(REPOSITORY / "deploy").rglob("*.yaml")]
     code = [file for folder in CODE for file in (REPOSITORY / folder).rglob("*.py")]
     assert len(configs) > 5 and len(code) > 100
-    lost = {file.name: unquoted_brackets(file.read_text()) for file in [*configs, *code]}
-    assert {name: words for name, words in lost.items() if words} == {}
+    missing = {file.name: unquoted_brackets(file.read_text()) for file in [*configs, *code]}
+    assert {name: words for name, words in missing.items() if words} == {}
 
 
 @page

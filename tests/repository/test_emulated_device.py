@@ -112,13 +112,13 @@ SAME: dict[str, Callable[[torch.device], Tensor]] = {
 
 @pytest.mark.parametrize("case", SAME)
 def test_it_computes_what_the_cpu_computes(case: str, fgpu: torch.device) -> None:
-    found = SAME[case](fgpu)
+    result = SAME[case](fgpu)
     there = case != "copied back"
-    assert isinstance(found, EmulatedTensor) == there and (found.device == fgpu) == there
+    assert isinstance(result, EmulatedTensor) == there and (result.device == fgpu) == there
     if case == "experts counted":  # the CPU has no histc of whole numbers
-        assert found.tolist() == [1, 0, 2, 0]
+        assert result.tolist() == [1, 0, 2, 0]
         return
-    torch.testing.assert_close(found.cpu(), SAME[case](torch.device("cpu")))
+    torch.testing.assert_close(result.cpu(), SAME[case](torch.device("cpu")))
 
 
 def trained(device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
@@ -144,10 +144,10 @@ def trained(device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
 
 def test_training_on_it_is_training_on_the_cpu(fgpu: torch.device) -> None:
     expected, weights = trained(torch.device("cpu"))  # first, so that autograd has begun before the device is used
-    losses, found = trained(fgpu)
+    losses, result = trained(fgpu)
     assert losses == pytest.approx(expected, abs=1e-6) and losses[-1] < losses[0]
-    assert found.keys() == weights.keys()
-    for name, tensor in found.items():
+    assert result.keys() == weights.keys()
+    for name, tensor in result.items():
         torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=0)
 
 
@@ -179,11 +179,11 @@ def test_nothing_of_it_is_left_afterwards() -> None:
     before = torch.tensor, torch.as_tensor, torch.Generator
     with emulated_device() as device, emulated_device() as again:
         assert device == again and torch.accelerator.is_available()
-        kept = torch.ones(2, device=device)
+        stored = torch.ones(2, device=device)
     assert (torch.tensor, torch.as_tensor, torch.Generator) == before
     assert not torch.accelerator.is_available() and torch.tensor([1.0]).device.type == "cpu"
     with pytest.raises(RuntimeError, match="in use only"):
-        _ = kept + 1
+        _ = stored + 1
     with pytest.raises((RuntimeError, NotImplementedError), match=NAME):
         torch.ones(2, device=device)
     with warnings.catch_warnings():
@@ -193,8 +193,8 @@ def test_nothing_of_it_is_left_afterwards() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_device_as_context_is_what_it_was_after_the_first_use_beside_it() -> None:
-    """In a process of its own: torch collects what `with torch.device(...)` changes once."""
+def test_a_device_as_context_is_what_it_was_after_the_first_use_outside_of_it() -> None:
+    """In a separate process: torch caches the functions that `with torch.device(...)` changes."""
     code = """
 import torch
 from emulated_device import emulated_device
@@ -209,7 +209,7 @@ with torch.device("meta"):
 
 def test_what_is_made_within_the_device_as_context_is_on_it(fgpu: torch.device) -> None:
     with fgpu:
-        made = (torch.arange(0, 6, 2, dtype=torch.float), torch.eye(2), torch.zeros(2), torch.linspace(0, 1, 3))
-        beside = torch.arange(3, device="cpu")
-    assert [is_emulated(each.device) for each in made] == [True] * 4
-    assert not is_emulated(beside.device) and made[0].cpu().tolist() == [0.0, 2.0, 4.0]
+        created = (torch.arange(0, 6, 2, dtype=torch.float), torch.eye(2), torch.zeros(2), torch.linspace(0, 1, 3))
+        shared = torch.arange(3, device="cpu")
+    assert [is_emulated(each.device) for each in created] == [True] * 4
+    assert not is_emulated(shared.device) and created[0].cpu().tolist() == [0.0, 2.0, 4.0]

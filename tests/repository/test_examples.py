@@ -1,4 +1,4 @@
-"""The scripts in examples/ run, in processes of their own, as a reader would run them."""
+"""The scripts in examples/ run in separate processes, as a reader would run them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
 
 
 def test_load_exported_cannot_import_the_project(tmp_path: Path) -> None:
-    """Though it is on the path: in the place of the model's class a module of Headfold is asked for."""
+    """Though it is on the path: the model's class is replaced by a module of Headfold."""
     script = tmp_path / "reader.py"
-    wanted = "from transformers import AutoModelForCausalLM"
+    expected = "from transformers import AutoModelForCausalLM"
     text = (EXAMPLES / "load_exported.py").read_text()
-    assert wanted in text
-    script.write_text(text.replace(wanted, f"import attention.plan\n{wanted}"))
+    assert expected in text
+    script.write_text(text.replace(expected, f"import attention.plan\n{expected}"))
     done = _run(str(script), str(DEMO), cwd=tmp_path, PYTHONPATH=str(EXAMPLES.parent))
     assert done.returncode != 0 and "'attention' is not a package" in done.stderr
 
@@ -64,11 +64,11 @@ def test_curve_compares_recipes(tmp_path: Path) -> None:
     sizes = ["--tokens", "2048", "--recipes", "gqa,least_squares"]
     done = _run(str(EXAMPLES / "curve.py"), str(DEMO), *sizes, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert [(recipe, size) for recipe, size, _ in found] == [
+    result = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [(recipe, size) for recipe, size, _ in result] == [
         (recipe, size) for recipe in ("gqa", "least_squares") for size in ("2,048", "1,024")
     ]
-    losses = {(recipe, size): float(loss) for recipe, size, loss in found}
+    losses = {(recipe, size): float(loss) for recipe, size, loss in result}
     assert losses["least_squares", "1,024"] < losses["gqa", "1,024"]
 
 

@@ -64,19 +64,19 @@ def test_records_of_another_card_are_not_mixed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """The parts that are asked for, with the seconds that each is given; "step" fails, "vllm" is skipped."""
-    asked: list[tuple[str, float]] = []
+    """The requested parts, with the seconds given to each; "step" fails, "vllm" is skipped."""
+    requested: list[tuple[str, float]] = []
     answers = {"--card": {"card": CARD}, "step": {"failed": "out of memory"}, "vllm": {"skipped": "not installed"}}
 
     def child(given: Any, name: str, seconds: float) -> Any:
-        asked.append((name, seconds))
+        requested.append((name, seconds))
         return {"rows": [] if name in answers else [ROW]} | answers.get(name, {})
 
     monkeypatch.setattr(command, "child", child)
-    return asked
+    return requested
 
 
-def test_a_rerun_goes_on_with_what_is_missing_or_has_failed(
+def test_a_rerun_resumes_with_what_is_missing_or_has_failed(
     children: list[tuple[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--device", "cpu", "--records", str(tmp_path / "r.json")]
@@ -91,7 +91,7 @@ def test_a_rerun_goes_on_with_what_is_missing_or_has_failed(
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_it_ends_in_time_and_says_that_it_goes_on(
+def test_it_ends_in_time_and_says_that_it_can_be_resumed(
     children: list[tuple[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 100_000, 100))
@@ -133,6 +133,6 @@ def test_make_gpu_to_its_end(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_a_part_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    given = command.parse(["--device", "cpu"])
-    answer = command.child(given, "step", 1.0)
+    arguments = command.parse(["--device", "cpu"])
+    answer = command.child(arguments, "step", 1.0)
     assert answer["late"] == "it took more than 1 s"

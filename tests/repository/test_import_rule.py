@@ -1,4 +1,4 @@
-"""What breaks the import rule between the packages is found; that the rule holds, `make lint` sees."""
+"""Violations of the import rule between the packages are found; `make lint` checks that there are none."""
 
 from __future__ import annotations
 

@@ -35,26 +35,26 @@ LLAMA = "configs/llama2-7b.yaml"
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the head's container finds out of the autoscaler, from a Kubernetes that knows the cluster alone."""
+    """The autoscaler's configuration from the head's container, with a Kubernetes that has only the cluster."""
     for name, value in (("NODE_TYPE_NAME", "headgroup"), ("CLUSTER_NAME", "headfold"), ("CLUSTER_NAMESPACE", "ours")):
         monkeypatch.setenv(f"RAY_{name}", value)
     monkeypatch.setenv("RAY_enable_autoscaler_v2", "true")
     known = {"rayclusters/headfold": CLUSTER | {"metadata": {"name": "headfold", "namespace": "ours"}}}
     monkeypatch.setattr(KubernetesHttpApiClient, "__init__", lambda self, namespace: None)
     monkeypatch.setattr(KubernetesHttpApiClient, "get", lambda self, path: known[path])
-    found = ray_internals._read_config("no such address")
-    assert found is not None
-    return found
+    result = ray_internals._read_config("no such address")
+    assert result is not None
+    return result
 
 
 def test_rays_autoscaler_reads_the_nodes_of_cluster_yaml(config: dict[str, Any]) -> None:
     types = {name.replace("group", "").replace("-", "_"): node for name, node in config["available_node_types"].items()}
     assert types.keys() == AWS["available_node_types"].keys()
     for name, node in types.items():
-        wanted = AWS["available_node_types"][name]
+        expected = AWS["available_node_types"][name]
         assert node["resources"].pop("memory") >= 24 * 2**30
-        assert node["resources"] == wanted["resources"]
-        assert all(node[key] == wanted.get(key, 0) for key in ("min_workers", "max_workers"))
+        assert node["resources"] == expected["resources"]
+        assert all(node[key] == expected.get(key, 0) for key in ("min_workers", "max_workers"))
     assert all(config[key] == AWS[key] for key in ("max_workers", "idle_timeout_minutes"))
 
 
@@ -80,13 +80,13 @@ def test_only_the_head_of_a_cluster_that_scales_asks_kubernetes(
 
 def test_pods_fill_the_machines_of_cluster_yaml() -> None:
     for pod, node in zip(PODS, AWS["available_node_types"].values(), strict=True):
-        limits, told = pod["containers"][0]["resources"]["limits"], node["resources"]
+        limits, report = pod["containers"][0]["resources"]["limits"], node["resources"]
         assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": node["node_config"]["InstanceType"]}
-        cpus = told["CPU"] or 8  # those of the head are for no task
+        cpus = report["CPU"] or 8  # those of the head are for no task
         assert int(limits["cpu"]) == cpus
-        assert int(limits.get("nvidia.com/gpu", 0)) == told.get("GPU", 0)
+        assert int(limits.get("nvidia.com/gpu", 0)) == report.get("GPU", 0)
         requests = [container["resources"]["requests"]["cpu"] for container in pod["containers"]]
-        # A node keeps some of its CPUs: a pod that asks for all of them never starts
+        # A node reserves some of its CPUs: a pod that requests all of them never starts
         assert sum(float(cpu.replace("500m", "0.5")) for cpu in requests) <= cpus - 1
 
 
@@ -137,7 +137,7 @@ def test_holds_no_secret_and_opens_nothing() -> None:
 
 
 def test_the_entrypoint_starts_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is run, with the files of this checkout in the place of the image's, up to the first step of the search."""
+    """Run it, with the files of this checkout instead of the image's, up to the first step of the search."""
     assert JOB["spec"]["clusterSelector"] == {"ray.io/cluster": CLUSTER["metadata"]["name"]}
     assert yaml.safe_load(JOB["spec"]["runtimeEnvYAML"]) == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
     program, *words = shlex.split(JOB["spec"]["entrypoint"].replace("/home/ray/headfold", str(REPOSITORY)))

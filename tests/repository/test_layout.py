@@ -1,4 +1,4 @@
-"""The tests of a room lie where the room lies: `tests/PACKAGE/ROOM/` for `PACKAGE/ROOM/` or `PACKAGE/ROOM.py`."""
+"""Tests of a folder are in the same place: `tests/PACKAGE/ROOM/` for `PACKAGE/ROOM/` or `PACKAGE/ROOM.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def misplaced(root: Path) -> list[str]:
     )
 
 
-def test_tests_lie_where_the_product_does() -> None:
+def test_tests_are_where_the_product_does() -> None:
     assert misplaced(REPOSITORY) == []
 
 

@@ -16,7 +16,7 @@ CALLERS = (".pre-commit-config.yaml", ".github/workflows/test.yml", ".ci/run")
 
 
 def would_run(target: str, environment: Path) -> str:
-    """What make would run for a target with a virtual environment that is not there yet."""
+    """Commands of make for a target whose virtual environment does not exist yet."""
     command = ["make", "--dry-run", "--no-print-directory", target, f"VENV={environment}"]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
 

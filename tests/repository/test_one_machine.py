@@ -1,4 +1,4 @@
-"""What cluster.yaml describes, started on one machine: nodes come from zero, one is taken away, and all go again."""
+"""The cluster of cluster.yaml, started on one machine: nodes come from zero, one is taken away, and all go again."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ SCRIPT = REPOSITORY / "tests" / "repository" / "cluster_trials.py"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[OneMachine]:
     folder = Path(tempfile.mkdtemp(prefix="hf", dir="/tmp"))  # a short path, for sockets
-    made = OneMachine(folder)
+    created = OneMachine(folder)
     try:
-        made.start()
-        yield made
+        created.start()
+        yield created
     finally:
-        made.stop()
+        created.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def alive(cluster: OneMachine) -> list[str]:
     """Ids of the workers whose first process lives."""
-    found = []
+    result = []
     for identity, node in cluster.nodes().items():
         try:
             if psutil.Process(node["pid"]).status() != psutil.STATUS_ZOMBIE:
-                found.append(identity)
+                result.append(identity)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return result
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str, cluster: OneMachine) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
+        result = condition()
+        if result:
+            return result
         time.sleep(0.5)
     pytest.fail(f"no {what} after {seconds} s: {cluster.logs()}")
 
 
 def steps_of(storage: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each trial has written, one record a step."""
+    """The records of each trial, one per step."""
     return {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in storage.glob("steps/*.jsonl")}
 
 
@@ -80,9 +80,9 @@ with connected() as nodes:
 def test_a_cluster_counts_at_its_full_size_before_any_node_is_there(cluster: OneMachine) -> None:
     environment = cluster.environment | {"RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}", "PYTHONPATH": str(REPOSITORY)}
     script = [sys.executable, "-c", SIZE]
-    told = subprocess.run(script, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    size = json.loads(told.stdout.splitlines()[-1])
+    process = subprocess.run(script, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    size = json.loads(process.stdout.splitlines()[-1])
     assert (size["room"], size["present"]) == (2, 1)  # two nodes of eight A100, one trial each
     described = cluster.config["available_node_types"]
     counted = {(some["count"], *sorted(some["resources"].items())) for some in size["nodes"]}
@@ -120,8 +120,8 @@ def test_workers_come_from_zero_one_is_lost_in_mid_trial_and_all_go(cluster: One
     finally:
         driver.kill()
     assert driver.returncode == 0, out
-    (told,) = [line for line in out.splitlines() if line.startswith("{")]  # Ray tells of the lost node besides
-    assert json.loads(told)["errors"] == 0
+    (report,) = [line for line in out.splitlines() if line.startswith("{")]  # Ray also reports the lost node
+    assert json.loads(report)["errors"] == 0
     for trial, steps in steps_of(storage).items():
         assert sorted({s["step"] for s in steps}) == list(range(1, STEPS + 1))
         for step in steps:
@@ -139,13 +139,13 @@ def test_workers_come_from_zero_one_is_lost_in_mid_trial_and_all_go(cluster: One
 
 
 def test_the_head_is_the_one_of_the_file(cluster: OneMachine) -> None:
-    """Its commands as they stand there, tokens asked for, and MLflow on the loopback address alone."""
+    """Its commands unchanged, with tokens, and MLflow on the loopback address alone."""
     own = cluster.commands("head_start_ray_commands")
     written = [c for c in cluster.config["head_start_ray_commands"] if c != "ray stop"]
     assert len(own) == len(written) == 2
     for run, command in zip(own, written, strict=True):
-        kept = [word for word in command.split() if word in run.split()]
-        assert len(kept) >= len(command.split()) - 2  # a port and a folder differ
+        stored = [word for word in command.split() if word in run.split()]
+        assert len(stored) >= len(command.split()) - 2  # a port and a folder differ
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"http://127.0.0.1:{cluster.dashboard}/api/jobs/", timeout=30)
     assert refused.value.code == 401
@@ -162,4 +162,4 @@ def test_the_head_is_the_one_of_the_file(cluster: OneMachine) -> None:
 
 def test_nothing_is_left_when_it_is_torn_down(cluster: OneMachine) -> None:
     assert cluster.stop() == []
-    assert (cluster.shared / "mlflow" / "backup.db").exists()  # the last copy, on the way out
+    assert (cluster.shared / "mlflow" / "backup.db").exists()  # the last copy, made at the end

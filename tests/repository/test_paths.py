@@ -36,29 +36,29 @@ STAND_INS = {
 }
 
 
-def engineer_has(place: Path, said: str) -> None:
-    assert said.endswith("served: half\n")
+def engineer_has(place: Path, message: str) -> None:
+    assert message.endswith("served: half\n")
     config = read_json(place / "half" / "config.json")
     original = read_json(place / "Qwen" / "Qwen3-8B" / "config.json")
     assert config["architectures"] == original["architectures"]
     assert 2 * config["num_key_value_heads"] == original["num_key_value_heads"]
-    assert "chats.jsonl" in said and "on one H100" in said
+    assert "chats.jsonl" in message and "on one H100" in message
 
 
-def researcher_has(place: Path, said: str) -> None:
+def researcher_has(place: Path, message: str) -> None:
     arms = {"gqa", "asymgqa", "dha", "gqa_refined", "asymgqa_refined", "dha_refined"}
-    assert all(re.search(rf"\b{arm}\b", said) for arm in arms)
+    assert all(re.search(rf"\b{arm}\b", message) for arm in arms)
     assert (place / "runs" / "smoke" / "report.html").is_file()
-    assert "dry run: all checks passed" in said
+    assert "dry run: all checks passed" in message
 
 
-def platform_has(place: Path, said: str) -> None:
+def platform_has(place: Path, message: str) -> None:
     images = set(re.findall(r"image: (\S+)", (REPOSITORY / "deploy" / "raycluster.yaml").read_text()))
     with contextlib.chdir(place):  # the model is named as from there
         config = checked_config((place / "created.yaml").read_text(), images, place)
     own = yaml.safe_load((place / "search.yaml").read_text())
     assert (config.name, config.train.num_workers) == (own["name"], 4)
-    assert re.search(r"^memory: ", said, re.MULTILINE)
+    assert re.search(r"^memory: ", message, re.MULTILINE)
 
 
 @pytest.mark.extended

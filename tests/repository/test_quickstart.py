@@ -1,10 +1,10 @@
 """The quickstart and the first lines of the README, word for word: their commands are read out of the pages and run as
 a stranger would run them.
 
-In an environment with Headfold's wheel, far from the checkout. Left out is what the quickstart marks as `sh` in place
-of `bash`: the installation, which would load gigabytes, and the search of one's own checkpoint, which takes long. In
-the README's lines the Qwen3 of the examples stands for the one of the hub, and programs that only say what they are
-asked to serve for the two servers.
+In an environment with Headfold's wheel, far from the checkout. Left out are lines that the quickstart marks as `sh`
+instead of `bash`: the installation, which would load gigabytes, and the search of a user's checkpoint, which takes
+long. In the README's lines the Qwen3 of the examples replaces the one of the hub, and programs that only print their
+arguments replace the two servers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def commands(kind: str) -> str:
 
 
 def first_lines() -> str:
-    """How the README converts and serves a model."""
+    """The commands of the README that convert and serve a model."""
     return next(block for block in blocks("bash", README) if HUB_NAME in block)
 
 

@@ -20,10 +20,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def records(tmp_path: Path, **parts: Any) -> Records:
-    found = Records.open(tmp_path / "records.json", {"device": "2 CPU cores", "software": "torch 2"})
+    result = Records.open(tmp_path / "records.json", {"device": "2 CPU cores", "software": "torch 2"})
     for name, part in parts.items():
-        found.add(name, {"seconds": 1.0, "date": "2027-01-01", "commit": "abc", "rows": [], "reason": ""} | part)
-    return found
+        result.add(name, {"seconds": 1.0, "date": "2027-01-01", "commit": "abc", "rows": [], "reason": ""} | part)
+    return result
 
 
 def test_the_page_is_that_of_the_records() -> None:
@@ -83,19 +83,19 @@ def test_the_picture_has_each_model_and_format_once(tmp_path: Path) -> None:
         {"model": "headfold_wide", "cache": "f16", "engine bytes": "66.7%", "increase": "+0.082 ± 0.010"},
         {"model": "headfold_wide", "cache": "q4_0", "engine bytes": "18.8%", "increase": "+0.169 ± 0.010"},
     ]
-    found = records(
+    result = records(
         tmp_path,
         gqa={"status": "done", "rows": [row | {"recipe": "gqa", "increase": "+3.395 ± 0.102"}]},
         headfold_wide={"status": "done", "rows": [row]},
         generations={"status": "done", "rows": [{"question": "?", "model": "original", "answer": "!"}]},
     )
-    before = figure.points(found)
+    before = figure.points(result)
     assert [(p.series, p.share, p.increase) for p in before] == [
         (figure.PUBLISHED, 0.667, 3.395),
         (figure.FEWER_HEADS, 0.667, 0.082),
     ]
-    found.add("formats", found.parts["gqa"] | {"rows": formats})
-    after = figure.points(found)
+    result.add("formats", result.parts["gqa"] | {"rows": formats})
+    after = figure.points(result)
     assert after[:2] == before
     assert [(p.series, p.share, p.increase) for p in after[2:]] == [
         (figure.ORIGINAL, 0.531, 0.0),
@@ -128,9 +128,9 @@ def test_the_public_model_is_converted_and_loads_in_llama_cpp(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert {part["status"] for part in recorded.values()} == {"done"}, done.stdout
     for ratio, used in (("0.67", 60 / 90), ("0.5", 45 / 90)):
-        found = json.loads((tmp_path / f"kv-{ratio}.json").read_text())
-        assert found["kv_ratio"] == pytest.approx(used)
-        assert found["original_loss"] < found["loss"] < found["original_loss"] + 1
+        result = json.loads((tmp_path / f"kv-{ratio}.json").read_text())
+        assert result["kv_ratio"] == pytest.approx(used)
+        assert result["original_loss"] < result["loss"] < result["original_loss"] + 1
         assert json.loads((tmp_path / f"gguf-{ratio}.json").read_text())["check"]["passed"]
     again = command.main([*words, "--only", "fetch", "--only", "defaults"])  # all is done: nothing runs
     assert again == 0

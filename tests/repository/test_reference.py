@@ -1,4 +1,4 @@
-"""What docs/ holds of the code is current: references of configuration and commands, the schema for editors."""
+"""Generated parts of docs/ are current: references of configuration and commands, the schema for editors."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def test_the_file_is_current(name: str) -> None:
 
 
 def keys_without_meaning(model: Any, path: str = "") -> list[str]:
-    lost = []
+    missing = []
     for name, field in model.model_fields.items():
         inner = [
             a for a in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(a, "model_fields")
         ]
         if not field.description and not inner:
-            lost.append(f"{path}{name}")
-        lost += [key for section in inner for key in keys_without_meaning(section, f"{path}{name}.")]
-    return lost
+            missing.append(f"{path}{name}")
+        missing += [key for section in inner for key in keys_without_meaning(section, f"{path}{name}.")]
+    return missing
 
 
 def test_every_key_and_option_has_a_meaning() -> None:

@@ -32,9 +32,9 @@ def test_a_factored_projection_is_the_best_of_its_rank() -> None:
     outputs = inputs.double().numpy() @ rows.double().numpy().T
     left, values, right = np.linalg.svd(outputs, full_matrices=False)
     for rank in (1, 3, 7):
-        found = inputs.double() @ factored.of_rank(rank).double().T
+        result = inputs.double() @ factored.of_rank(rank).double().T
         best = left[:, :rank] * values[:rank] @ right[:rank]
-        error, least = (float(((outputs - each) ** 2).sum()) for each in (found.numpy(), best))
+        error, least = (float(((outputs - each) ** 2).sum()) for each in (result.numpy(), best))
         assert error == pytest.approx(least, rel=1e-4)
         assert float((factored.values[rank:] ** 2).sum()) * len(inputs) == pytest.approx(error, rel=1e-4)
         assert int(torch.linalg.matrix_rank(factored.of_rank(rank).double(), tol=1e-4)) == rank
@@ -47,9 +47,9 @@ def test_ranks_are_those_of_the_bytes(choose: Any, tiny_model: Tiny, tiny_tokens
     ranks = choose(factors, 0.25)
     dims = 2 * 3 * 4 * 8
     assert sum(ranks.values()) == dims // 4
-    made = low_rank(model, factors, ranks)
+    converted = low_rank(model, factors, ranks)
     family, geometry = family_of(model.config), geometry_of(model.config)
-    for layer, module in enumerate(family.attention_modules(made)):
+    for layer, module in enumerate(family.attention_modules(converted)):
         heads = family.read(module, geometry)
         for side in ("k", "v"):
             for index, group in enumerate(getattr(heads, side).split(GROUP)):
@@ -61,12 +61,12 @@ def test_all_ranks_lose_nothing(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("qwen2")
     factors = factor(model, calibrate(model, tiny_tokens))
     with torch.no_grad():
-        made = low_rank(model, factors, equal_ranks(factors, 1.0))(tiny_tokens).logits
-        torch.testing.assert_close(made, model(tiny_tokens).logits, atol=1e-4, rtol=1e-4)
+        converted = low_rank(model, factors, equal_ranks(factors, 1.0))(tiny_tokens).logits
+        torch.testing.assert_close(converted, model(tiny_tokens).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_ranks_by_layer_go_where_the_power_is(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
-    """A side whose power lies in one direction gets one rank, and the others get what that leaves."""
+    """A side whose power is in one direction gets one rank, and the others get the rest."""
     model = tiny_model("llama")
     family, geometry = family_of(model.config), geometry_of(model.config)
     module = family.attention_modules(model)[0]

@@ -17,14 +17,16 @@ ONE_OF_A_KIND = {"FAMILY", "TARGET", "ENGINE"}
 SHARED_NAMES = {
     "Engine", "Seed", "convert", "evaluate", "export", "load",
 }  # fmt: skip
-"""Public names that more than one module still defines. The list only shrinks: a new thing gets a name of its own."""
+"""Public names that more than one module still defines. The list only shrinks: a new thing gets a unique name."""
 
 
 def imports(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
     """Which module imports which, those inside functions and for type checking included."""
     every = (path for package in packages for path in (root / package).rglob("*.py"))
-    found = (path for path in every if path.parent.name != "_code")  # what exports have copies of, run elsewhere
-    modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in found}
+    result = (path for path in every if path.parent.name != "_code")  # what exports have copies of, run elsewhere
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in result
+    }
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
@@ -39,13 +41,13 @@ def imports(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """One circle for each file from which a walk along imports comes back to where it has been."""
+    """One circle for each file from which a walk along imports returns to a visited one."""
     done: set[str] = set()
-    found = []
+    result = []
 
     def walk(name: str, way: list[str]) -> None:
         if name in way:
-            found.append([*way[way.index(name) :], name])
+            result.append([*way[way.index(name) :], name])
         elif name not in done:
             for other in sorted(graph[name]):
                 walk(other, [*way, name])
@@ -53,7 +55,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
     for name in sorted(graph):
         walk(name, [])
-    return found
+    return result
 
 
 def public_names(module: ast.Module) -> Iterator[str]:
@@ -76,7 +78,7 @@ def definitions(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
     Left out are `logger`, private modules and folders, families, targets and engines, and the programs in `children`,
     which run in the Python of an engine.
     """
-    found: dict[str, set[str]] = defaultdict(set)
+    result: dict[str, set[str]] = defaultdict(set)
     for package in packages:
         for path in (root / package).rglob("*.py"):
             parts = path.relative_to(root).parts
@@ -85,8 +87,8 @@ def definitions(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
             names = {name for name in public_names(ast.parse(path.read_text(encoding="utf-8"))) if name[0] != "_"}
             if not names & ONE_OF_A_KIND:
                 for name in names - {"logger"}:
-                    found[name].add("/".join(parts))
-    return found
+                    result[name].add("/".join(parts))
+    return result
 
 
 def shared(root: Path, packages: Iterable[str]) -> dict[str, list[str]]:
@@ -138,7 +140,7 @@ def sources(package: str) -> dict[str, str]:
 
 
 def test_records_are_typed() -> None:
-    """A dictionary whose keys are known is a TypedDict or a dataclass; what is left of the others only shrinks."""
+    """A dictionary whose keys are known is a TypedDict or a dataclass; the number of others only shrinks."""
     assert sum(text.count("dict[str, Any]") for text in sources("orchestrator").values()) < 80
 
 

@@ -67,7 +67,7 @@ def used(name: str, module: ast.Module, modules: Mapping[str, object]) -> Iterat
 
 
 def unused(root: Path) -> set[str]:
-    """Return `module.name` of all public names that neither the packages use nor what lies beside them."""
+    """Return `module.name` of all public names that neither the packages nor the scripts and pages use."""
     modules = dict(parsed(root, PACKAGES))
     uses = {use for name, module in modules.items() for use in used(name, module, modules)}
     uses |= {use for name, module in parsed(root, BESIDE) for use in used(name, module, modules)}

@@ -1,4 +1,4 @@
-"""What a stranger installs: the wheel, far from the checkout, with all that comes along."""
+"""The installed wheel, far from the checkout, with all bundled files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_completion_knows_the_verbs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().out.split() == ["export"]
 
 
-def test_what_comes_along_is_found_and_the_rest_is_told() -> None:
+def test_bundled_files_are_found_and_the_rest_is_reported() -> None:
     assert shipped("configs/demo.yaml") == REPOSITORY / "configs" / "demo.yaml"
     with pytest.raises(FileNotFoundError, match=r"lacks configs/none\.yaml; reinstall it"):
         shipped("configs/none.yaml")

@@ -1,10 +1,12 @@
-"""Words that users should not have to decipher: in pages, help and messages, a usual word stands instead."""
+"""Words that readers should not have to decipher: pages, help, messages, docstrings and comments use usual ones."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,12 @@ PAGES = (
 """Pages, and folders of them. The reference has the help of all verbs, options and keys; pages that benchmarks write
 have strings of their code."""
 CODE = ("headfold", "attention", "search_spaces", "trainers", "orchestrator", "benchmarks")
-"""Where the strings of the code are checked."""
+"""Folders whose strings, docstrings and comments are checked."""
+PROSE = (*CODE, "examples", "tests")
+"""Folders whose docstrings and comments are checked."""
+UNCHECKED = ("attention/families/", "attention/geometry.py", "attention/cache_formats.py", "orchestrator/evaluation/")
+UNCHECKED += ("tests/orchestrator/evaluation/", "benchmarks/engines.py", "benchmarks/cache_formats.py")
+"""Docstrings and comments that still have words of the list. The list only shrinks."""
 COUNTED = (
     "tokens|tokens/s|nats|heads|bytes|steps|operations|sequences|parameters|seconds|moves?|prompt|calls|events|CPUs"
 )
@@ -42,13 +49,29 @@ WORDS = {
     rf"\b(?:{COUNTED}) an? (?:{UNITS})\b": "per",
 }
 """Expressions, and what to say instead."""
+PROSE_WORDS = {
+    r"\bcomes? along\b": "bundled",
+    r"\bt(?:old|ells?)\b": "reported, given, said",
+    r"\basked\b": "requested",
+    r"\bbeside\b": "next to, with, in addition to",
+    r"(?<!instead )\bof (?:its|their|one's|your|his) own\b": "separate, different",
+    r"\bheld\b(?![- ]out|:)": "stored, reserved, supported",
+    r"\b(?:goes|go) on\b": "continues, resumes",
+    r"\bin (?:its|their) place\b|\bin the place of\b": "instead",
+    r"\bwhoever\b": "a noun",
+    r"\blies?\b(?! -n)": "is in",
+    r"\bwants?\b": "needs, requires",
+    r"\bon (?:the|its|their) way\b": "temporary, before",
+    rf"\b(?:{COUNTED}) an? (?:{UNITS})\b": "per",
+}
+"""Expressions in docstrings and comments, and what to say instead."""
 
 
-def found(text: str) -> list[str]:
-    """The words of a text that are on the list, each with what to say instead."""
+def found(text: str, expressions: Mapping[str, str] = WORDS) -> list[str]:
+    """Return the words of a text that are on the list, each with what to say instead."""
     return [
         f"{match[0]!r}: say {instead!r}"
-        for words, instead in WORDS.items()
+        for words, instead in expressions.items()
         for match in re.finditer(words, text, re.IGNORECASE)
     ]
 
@@ -66,6 +89,32 @@ def strings(code: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node.lineno, node.value
+
+
+def prose(code: str) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings and comments of a module with their lines, without the code that they quote.
+
+    Comments on consecutive lines are one text.
+    """
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, _unquoted(node.value.value)
+    first, last, words = 0, 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if token.start[0] != last + 1 and words:
+            yield first, _unquoted(" ".join(words))
+            words = []
+        last = token.start[0]
+        first = first if words else last
+        words.append(token.string.lstrip("# "))
+    if words:
+        yield first, _unquoted(" ".join(words))
+
+
+def _unquoted(text: str) -> str:
+    return re.sub(r"`[^`]*`", "``", " ".join(text.split()))
 
 
 @pytest.mark.parametrize("page", files(PAGES, "*.md"), ids=lambda file: file.relative_to(REPOSITORY).as_posix())
@@ -90,6 +139,23 @@ def test_strings_of_the_code_have_usual_words() -> None:
     assert lost == {}
 
 
+def test_docstrings_and_comments_have_usual_words() -> None:
+    unusual = {}
+    for module in files(PROSE, "*.py"):
+        name, code = module.relative_to(REPOSITORY).as_posix(), module.read_text(encoding="utf-8")
+        if name.startswith(UNCHECKED) or module == Path(__file__) or not found(_flat(code), PROSE_WORDS):
+            continue
+        for line, text in prose(code):
+            if words := found(text, PROSE_WORDS):
+                unusual[f"{name}:{line}"] = words
+    assert unusual == {}
+
+
+def _flat(code: str) -> str:
+    """Return a module as one line, so that no expression is missed where it spans two; parsing all would take long."""
+    return re.sub(r"\s+(?:# )?", " ", code)
+
+
 def test_words_of_the_list_are_found() -> None:
     text = (
         "0:42 so far. It comes along. 64 tokens a second of the checkpoint's KV; a user is told to go on in its place. "
@@ -101,3 +167,14 @@ def test_words_of_the_list_are_found() -> None:
     assert found(usual) == []
     code = 'def f():\n    """It goes on."""\n    return f"{f} goes on"\n'
     assert list(strings(code)) == [(3, " goes on")]
+
+
+def test_words_in_docstrings_and_comments_are_found() -> None:
+    code = (
+        'def held(told):\n    """Return `told`.\n\n    A file of its\n    own is held beside it.\n    """\n'
+        "    # Whoever asked goes\n    # on his way, 64 tokens a second,\n    x = 1  # and wants it\n"
+        '    return "what it tells lies here"\n'
+    )
+    assert [(line, len(found(text, PROSE_WORDS))) for line, text in prose(code)] == [(2, 3), (7, 5)]
+    usual = '"""A held-out loss, `held`, with 64 tokens per second."""\nhold = 1  # a value that is reported\n'
+    assert [found(text, PROSE_WORDS) for _, text in prose(usual)] == [[], []]

@@ -51,15 +51,15 @@ Outcome = tuple[AttentionPlan, Tensor] | str
 @pytest.fixture(scope="module")
 def context(tiny_model: Callable[..., PreTrainedModel]) -> Callable[[str, torch.device], PlanningContext]:
     """A family's tiny model on a device with what planning needs; its calibration is the CPU's, as mapped files are."""
-    made: dict[str, tuple[PreTrainedModel, Calibration]] = {}
+    created: dict[str, tuple[PreTrainedModel, Calibration]] = {}
     distances = np.random.default_rng(0).random((2, 4, 4))  # of DHA's search phase, which trains
     both = {side: list(distances + distances.transpose(0, 2, 1)) for side in ("key", "value")}
 
     def on(family: str, device: torch.device) -> PlanningContext:
-        if family not in made:
+        if family not in created:
             model = tiny_model(family)
-            made[family] = model, calibrate(model, TOKENS)
-        model, calibration = made[family]
+            created[family] = model, calibrate(model, TOKENS)
+        model, calibration = created[family]
         moved = copy.deepcopy(model).to(device)
         # Afresh: a context keeps what was found with it.
         return PlanningContext(
@@ -75,30 +75,30 @@ def outcome(chosen: Recipe, ratio: float, context: PlanningContext) -> Outcome:
     try:
         with sdpa_kernel(SDPBackend.MATH), torch.no_grad():  # as the emulated GPU does it
             plan = make_plan(chosen, ratio, context, np.random.default_rng(0))
-            made = convert_with(chosen, model, plan, context.calibration, share=True)
+            converted = convert_with(chosen, model, plan, context.calibration, share=True)
             with torch.enable_grad():
-                refine(chosen.refinement, model, made, TOKENS, chosen.knobs("refinement"))
-            return plan, made(TOKENS[:2].to(model.device)).logits.cpu()
+                refine(chosen.refinement, model, converted, TOKENS, chosen.knobs("refinement"))
+            return plan, converted(TOKENS[:2].to(model.device)).logits.cpu()
     except ValueError as error:
         return str(error)
 
 
 def assert_same_on(device: torch.device, chosen: Recipe, ratio: float, family: str, context: Any) -> Outcome:
     expected = outcome(chosen, ratio, context(family, CPU))
-    found = outcome(chosen, ratio, context(family, device))
-    if isinstance(expected, str) or isinstance(found, str):
-        assert found == expected
+    result = outcome(chosen, ratio, context(family, device))
+    if isinstance(expected, str) or isinstance(result, str):
+        assert result == expected
     else:
-        assert found[0] == expected[0]
+        assert result[0] == expected[0]
         # A real GPU adds in another order, and the fit's steps make much of small gradients: weights of Gemma's tiny
         # model that differ by 1e-7 of themselves move these logits by 2e-4.
         limit = 5e-3 if device.type == "cuda" else 1e-4
-        torch.testing.assert_close(found[1], expected[1], atol=limit, rtol=1e-4)
-    return found
+        torch.testing.assert_close(result[1], expected[1], atol=limit, rtol=1e-4)
+    return result
 
 
 def short(chosen: Recipe) -> Recipe:
-    """The recipe with few steps of whatever takes steps."""
+    """The recipe with few steps of everything that takes steps."""
     less = {
         f"{axis}.{knob.name}": max(SHORT[knob.name], int(knob.low or 0))
         for axis, part in chosen.parts().items()
@@ -141,8 +141,8 @@ def recipe_with(part: Part, axis: str, context: PlanningContext) -> tuple[Recipe
 @pytest.mark.parametrize(("axis", "part"), PARTS)
 def test_every_part(axis: str, part: Part, context: Any, fgpu: torch.device) -> None:
     chosen, ratio = recipe_with(part, axis, context("llama", CPU))
-    found = assert_same_on(fgpu, chosen, ratio, "llama", context)
-    assert not isinstance(found, str), found
+    result = assert_same_on(fgpu, chosen, ratio, "llama", context)
+    assert not isinstance(result, str), result
 
 
 CHOICES = [
@@ -173,16 +173,16 @@ QUICK = ("asymgqa", "dcformer", "postshare")
 @pytest.mark.parametrize("name", [name if name in QUICK else extended(name) for name in RECIPES])
 def test_every_recipe(name: str, context: Any, fgpu: torch.device) -> None:
     ratio = ratio_of(recipe(name))
-    found = assert_same_on(fgpu, short(recipe(name)), ratio, "llama", context)
-    assert not isinstance(found, str), found
+    result = assert_same_on(fgpu, short(recipe(name)), ratio, "llama", context)
+    assert not isinstance(result, str), result
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, context: Any, fgpu: torch.device) -> None:
     """By the recipe that uses most of the project: moments, curves, fits, healing."""
-    found = assert_same_on(fgpu, short(recipe("headfold_gqa")), 0.5, family, context)
-    assert not isinstance(found, str), found
+    result = assert_same_on(fgpu, short(recipe("headfold_gqa")), 0.5, family, context)
+    assert not isinstance(result, str), result
 
 
 @pytest.mark.extended
@@ -200,8 +200,8 @@ def test_calibration_and_sensitivity(family: str, context: Any, fgpu: torch.devi
     """Moments, and the metrics of outputs: a backward pass from labels that the same numbers are drawn for."""
     with sdpa_kernel(SDPBackend.MATH):
         on_cpu, on_gpu = (context(family, device).model for device in (CPU, fgpu))
-        expected, found = calibrate(on_cpu, TOKENS), calibrate(on_gpu, TOKENS)
-        for layer, other in zip(expected.layers, found.layers, strict=True):
+        expected, result = calibrate(on_cpu, TOKENS), calibrate(on_gpu, TOKENS)
+        for layer, other in zip(expected.layers, result.layers, strict=True):
             for name in ("input_moment", "mixed_moments", "query_moment", "inputs"):
                 torch.testing.assert_close(getattr(other, name).cpu(), getattr(layer, name), atol=1e-4, rtol=1e-4)
         metrics = zip(output_metrics(on_cpu, TOKENS), output_metrics(on_gpu, TOKENS), strict=True)
@@ -217,7 +217,7 @@ def test_statistics_are_handed_out_on_the_device_of_the_heads(context: Any, fgpu
     assert there.on(fgpu) is there and there.on(CPU) is statistics
     assert {there.inputs.device, there.input_moment.device, there.query_moment.device} == {fgpu}
     assert there.inputs is there.inputs  # copied once
-    assert there.mixed_moments.device == CPU  # the largest: what is asked for is copied
+    assert there.mixed_moments.device == CPU  # the largest: only requested ones are copied
     assert {there.mixed_triangle(1, 4).device, there.mixed_means().device, there.pooled_moment().device} == {fgpu}
     assert torch.equal(there.mixed_triangle(1, 4).cpu(), statistics.mixed_triangle(1, 4))
     assert there.sums_to_one == statistics.sums_to_one and there.tokens == statistics.tokens
@@ -236,9 +236,9 @@ def test_one_seed_draws_the_same_on_each_device(fgpu: torch.device) -> None:
 
 
 def test_no_generator_is_made_on_a_device() -> None:
-    """What a result depends on is drawn on the CPU: other devices draw other numbers from a seed."""
+    """Random numbers of a result are drawn on the CPU: other devices draw other numbers from a seed."""
     root = Path(__file__).resolve().parents[2]
-    made = re.compile(r"torch\.Generator\((?!\))")  # of any argument
+    created = re.compile(r"torch\.Generator\((?!\))")  # of any argument
     files = (path for room in ROOMS for path in sorted((root / room).rglob("*.py")))
-    assert [str(path.relative_to(root)) for path in files if made.search(path.read_text())] == []
-    assert made.search("torch.Generator(model.device)") and not made.search("torch.Generator()")
+    assert [str(path.relative_to(root)) for path in files if created.search(path.read_text())] == []
+    assert created.search("torch.Generator(model.device)") and not created.search("torch.Generator()")

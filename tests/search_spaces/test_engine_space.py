@@ -47,7 +47,7 @@ def llama(heads: int, stored: int, layers: int) -> tuple[Any, HeadGeometry]:
 @pytest.mark.heavy
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("name", sorted(set(targets()) - {"phi"}))
-def test_every_plan_is_held_at_its_own_bytes(name: str, counts: tuple[int, int, int]) -> None:
+def test_every_plan_is_stored_at_its_own_bytes(name: str, counts: tuple[int, int, int]) -> None:
     heads, stored, layers = counts
     config, geometry = llama(*counts)
     context = random_context(heads, stored, layers, dim=geometry.head_dim)
@@ -82,7 +82,7 @@ def test_what_each_target_holds_of_a_llama(name: str, own_counts: bool, own_uneq
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("name", sorted(targets()))
 def test_a_recipe_is_refused_where_its_plans_are(name: str, family: str) -> None:
-    """What a target says of a recipe, against what it says of the recipe's own plan."""
+    """A target's support of a recipe, against its support of the recipe's own plan."""
     config = config_of(family, 8, 8, 4)
     geometry = geometry_of(config)
     context, form = random_context(8, 8, 4, dim=geometry.head_dim), EngineForm.of(name, config, geometry)
@@ -97,11 +97,11 @@ def test_a_recipe_is_refused_where_its_plans_are(name: str, family: str) -> None
             assert target(name).held(config, plan).bytes_per_token("float16") == plan.kv_bytes_per_token("float16")
             continue
         try:
-            held = target(name).held(config, plan).bytes_per_token("float16")
+            support = target(name).held(config, plan).bytes_per_token("float16")
         except TargetError:
             continue
         # Refused for what such plans may be; this one may be a plain one by chance
-        assert held >= plan.kv_bytes_per_token("float16")
+        assert support >= plan.kv_bytes_per_token("float16")
 
 
 def test_what_is_refused_says_why_and_the_space_is_never_empty() -> None:

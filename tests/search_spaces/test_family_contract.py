@@ -1,7 +1,7 @@
-"""What holds for every family: each recipe converts it, at two budgets, into a model whose cache is sound, that comes
-back from disk, that stock software loads where the plan allows it, and that each export target holds or refuses.
+"""Contract of every family: each recipe converts it, at two budgets, into a model whose cache is correct, that can be
+read from disk, that stock software loads where the plan allows it, and that each export target supports or refuses.
 
-What needs no recipe is asked of every family where it belongs: lifting, the identity bit for bit, kernels and caches in
+Tests of families without recipes are with the tested code: lifting, the identity bit for bit, kernels and caches in
 tests/attention/modeling/test_grouped.py and test_conversion.py, calibration against hooks in test_calibration.py.
 """
 
@@ -57,17 +57,17 @@ CASES = [
 @pytest.fixture(scope="module")
 def contexts(tiny_model: Tiny) -> Callable[[str], PlanningContext]:
     """The tiny model of a family with what planning needs, made once."""
-    made: dict[str, PlanningContext] = {}
+    created: dict[str, PlanningContext] = {}
 
     def context(family: str) -> PlanningContext:
-        if family not in made:
+        if family not in created:
             model = tiny_model(family)
-            known = calibrate(model, TOKENS)
+            calibrated = calibrate(model, TOKENS)
             distances = np.random.default_rng(0).random((2, 4, 4))  # of DHA's search phase, which trains
             both = {side: list(distances + distances.transpose(0, 2, 1)) for side in ("key", "value")}
-            context = PlanningContext(geometry_of(model.config), lift(model), known, model, TOKENS)
-            made[family] = replace(context, fusion_distances=both)
-        return made[family]
+            context = PlanningContext(geometry_of(model.config), lift(model), calibrated, model, TOKENS)
+            created[family] = replace(context, fusion_distances=both)
+        return created[family]
 
     return context
 
@@ -85,16 +85,17 @@ def test_every_recipe(name: str, family: str, ratio: float, contexts: Any, tmp_p
         with pytest.raises(PlanError, match=f"{family} keep a window of 10 tokens.*without composition"):
             convert_with(chosen, context.model, plan, context.calibration)
         return
-    made = convert_with(chosen, context.model, plan, context.calibration)
-    whole = logits(made, TOKENS[:2])
-    assert torch.isfinite(whole).all() and plan_of(made) == plan
+    converted = convert_with(chosen, context.model, plan, context.calibration)
+    whole = logits(converted, TOKENS[:2])
+    assert torch.isfinite(whole).all() and plan_of(converted) == plan
     with torch.no_grad():
-        cache = made(TOKENS[:2, :20], use_cache=True).past_key_values
+        cache = converted(TOKENS[:2, :20], use_cache=True).past_key_values
         steps = [
-            made(TOKENS[:2, t : t + 1], **cache_argument(made, cache), use_cache=True).logits for t in range(20, 24)
+            converted(TOKENS[:2, t : t + 1], **cache_argument(converted, cache), use_cache=True).logits
+            for t in range(20, 24)
         ]
     torch.testing.assert_close(torch.cat(steps, 1), whole[:, 20:], rtol=0, atol=3e-4)
-    folder = checkpoint.save(made, tmp_path / "model")
+    folder = checkpoint.save(converted, tmp_path / "model")
     torch.testing.assert_close(logits(checkpoint.load(folder), TOKENS[:2]), whole, rtol=0, atol=1e-4)
     if not checkpoint.load_config(folder).model_type.startswith("headfold_"):
         stock = AutoModelForCausalLM.from_pretrained(folder)
@@ -103,12 +104,12 @@ def test_every_recipe(name: str, family: str, ratio: float, contexts: Any, tmp_p
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_our_keys_and_values_are_nearer_than_means(family: str, contexts: Any) -> None:
-    """Of the same groups, in the logits: what least squares promises in a layer is seen at the end of the model."""
+    """With the same groups, in the logits: the gain of least squares in a layer is visible at the end of the model."""
     context = contexts(family)
     plan = make_plan(recipe("gqa"), 0.5, context, np.random.default_rng(0))
-    wanted = logits(context.model, TOKENS)
+    expected = logits(context.model, TOKENS)
     apart = [
-        float((logits(convert_with(recipe(name), context.model, plan, context.calibration), TOKENS) - wanted).norm())
+        float((logits(convert_with(recipe(name), context.model, plan, context.calibration), TOKENS) - expected).norm())
         for name in ("least_squares", "gqa")
     ]
     assert 0 < apart[0] < apart[1]

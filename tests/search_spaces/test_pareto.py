@@ -17,17 +17,17 @@ def dominates(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 def slow_ranks(values: list[tuple[float, ...]]) -> list[int]:
     """By the definition: take the points that no other one left dominates, then those of the rest."""
-    found, left, rank = [-1] * len(values), set(range(len(values))), 0
-    while left:
-        front = {i for i in left if not any(dominates(values[j], values[i]) for j in left)}
+    result, remaining, rank = [-1] * len(values), set(range(len(values))), 0
+    while remaining:
+        front = {i for i in remaining if not any(dominates(values[j], values[i]) for j in remaining)}
         for i in front:
-            found[i] = rank
-        left, rank = left - front, rank + 1
-    return found
+            result[i] = rank
+        remaining, rank = remaining - front, rank + 1
+    return result
 
 
 def test_ranks_worked() -> None:
-    """(loss, bytes): 2.0 at 8, 3.0 at 4 and 4.0 at 2 are the front; 3.5 at 4 is behind 3.0 at 4 alone."""
+    """(loss, bytes): 2.0 at 8, 3.0 at 4 and 4.0 at 2 are the front; 3.5 at 4 is dominated by 3.0 at 4 alone."""
     assert pareto.ranks([(2.0, 8), (3.0, 4), (3.5, 4), (4.0, 2), (3.6, 8)]) == [0, 0, 1, 0, 2]
     assert pareto.ranks([(1.0, 1), (1.0, 1), (1.0, 2)]) == [0, 0, 1]  # equal points share a rank
     assert pareto.ranks([(3.0,), (1.0,), (2.0,), (1.0,)]) == [2, 0, 1, 0]
@@ -61,11 +61,11 @@ def slow_net(points: list[list[float]], count: int) -> list[int]:
     """The definition, word for word: always the farthest of those left, in shares of the ranges."""
     columns = list(zip(*points, strict=True))
     shares = [[(x - min(c)) / ((max(c) - min(c)) or 1.0) for x, c in zip(p, columns, strict=True)] for p in points]
-    taken = [min(range(len(points)), key=lambda i: shares[i])]
-    while len(taken) < count:
-        left = [i for i in range(len(points)) if i not in taken]
-        taken.append(max(left, key=lambda i: min(math.dist(shares[i], shares[t]) for t in taken)))
-    return taken
+    chosen = [min(range(len(points)), key=lambda i: shares[i])]
+    while len(chosen) < count:
+        remaining = [i for i in range(len(points)) if i not in chosen]
+        chosen.append(max(remaining, key=lambda i: min(math.dist(shares[i], shares[t]) for t in chosen)))
+    return chosen
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 9, 20])
@@ -78,7 +78,7 @@ def test_epsilon_net_is_as_defined_for_few_points_and_for_many(count: int) -> No
 
 
 def test_selection_worked() -> None:
-    """Four points on the front, two behind: three places go to the ends and to the least crowded."""
+    """Four points on the front, two dominated: three places go to the ends and to the least crowded."""
     points = [(0, 10), (1, 6), (2, 5), (10, 0), (3, 7), (11, 11)]
     assert pareto.select_best(points, 3) == [0, 3, 2]
     assert pareto.select_best(points, 3, ties="epsilon_net") == [0, 3, 2]
@@ -96,8 +96,8 @@ def test_nothing_kept_is_of_a_higher_rank_than_something_left(ties: str) -> None
         values = generator.normal(size=(count, 2)).tolist()
         kept, rank = pareto.select_best(values, keep, ties), pareto.ranks(values)
         assert len(kept) == len(set(kept)) == min(keep, count)
-        left = set(range(count)) - set(kept)
-        assert not left or max(rank[i] for i in kept) <= min(rank[i] for i in left)
+        remaining = set(range(count)) - set(kept)
+        assert not remaining or max(rank[i] for i in kept) <= min(rank[i] for i in remaining)
 
 
 def test_one_objective_is_a_sort() -> None:

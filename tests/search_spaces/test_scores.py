@@ -85,15 +85,15 @@ def test_identity_scores_zero_and_is_best(demo_context) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_increments_agree_with_a_fresh_score_and_forget_when_told(seed: int, demo_context) -> None:
+def test_increments_agree_with_a_fresh_score_and_forget_on_request(seed: int, demo_context) -> None:
     """A walk's scores, with a cache so small that groups are forgotten, equal those of a score that knows nothing."""
     site = site_of(demo_context, 2, ("key",))
     small = LayerOutputScore.from_site(site, tokens=128)
     small.cache_bytes = 0
-    found = asym_walk(np.eye(8), small.score, 4, iterations=6, generator=np.random.default_rng(seed))
+    result = asym_walk(np.eye(8), small.score, 4, iterations=6, generator=np.random.default_rng(seed))
     assert len(small._effects) <= 4
     fresh = LayerOutputScore.from_site(site, tokens=128)
-    for step in found.trace:
+    for step in result.trace:
         assert step.score == pytest.approx(fresh.score(step.partition), rel=1e-6)
 
 
@@ -136,14 +136,14 @@ def test_thousands_of_iterations_stay_within_the_memory_bound(sides: tuple[str, 
         return value
 
     rng = np.random.default_rng(0)
-    found = asym_walk(rng.normal(size=(8, 8)), watched, 4, iterations=2000, generator=rng)
+    result = asym_walk(rng.normal(size=(8, 8)), watched, 4, iterations=2000, generator=rng)
     assert len(seen) > 100
-    for step in found.trace[::40]:
+    for step in result.trace[::40]:
         assert step.score == pytest.approx(slow_score(score, step.partition), rel=1e-4)
 
 
 def test_many_at_once_are_scored_as_one_by_one(demo_context) -> None:
-    """Of whole partitions and of additive costs alike; a memo too small for all of them changes nothing."""
+    """For whole partitions and additive costs alike; a memo too small for all of them changes nothing."""
     rng = np.random.default_rng(0)
     partitions = [random_partition(8, groups, rng) for groups in (2, 3, 4, 5) for _ in range(10)]
     site = site_of(demo_context, 2, ("key", "value"))

@@ -1,4 +1,4 @@
-"""Run as a script: one training step and one evaluation with losses in chunks, by workers in processes of their own.
+"""Run as a script: one training step and one evaluation with losses in chunks, by workers in separate processes.
 
 `python chunked_workers.py FOLDER STAGE...` trains `FOLDER/model` with the teacher `FOLDER/teacher` on `FOLDER/ids`, a
 tensor in a safetensors file. Rank 0 writes `FOLDER/STAGE.safetensors`: the gradient of every weight by its name, from
@@ -61,9 +61,9 @@ def work(folder: Path, stage: int, rank: int) -> None:
     moments = {name: moment(engine, p) for name, p in engine.model.named_parameters()}
     grown = 1 - BETA**3  # the first moment of three equal gradients
     if rank == 0:
-        found = {name: (m / grown).contiguous() for name, m in moments.items()}
+        result = {name: (m / grown).contiguous() for name, m in moments.items()}
         more = {"loss": torch.tensor(losses), "held_out": torch.tensor(held_out)}
-        save_file(found | more, folder / f"{stage}.safetensors")
+        save_file(result | more, folder / f"{stage}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -71,9 +71,9 @@ def work(folder: Path, stage: int, rank: int) -> None:
 def moment(engine: Any, parameter: Any) -> torch.Tensor:
     if engine.settings.zero_stage == 0:
         return engine._engine.optimizer.state[parameter]["exp_avg"]
-    found = safe_get_full_optimizer_state(parameter, "exp_avg")
-    assert found is not None
-    return found.clone().view(getattr(parameter, "ds_shape", parameter.shape))
+    result = safe_get_full_optimizer_state(parameter, "exp_avg")
+    assert result is not None
+    return result.clone().view(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def split_small_weights() -> None:

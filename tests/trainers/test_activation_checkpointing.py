@@ -1,4 +1,4 @@
-"""Recomputation on the way back: the same losses and weights as without, in every family and kind of training."""
+"""Recomputation in the backward pass: the same losses and weights as without, in every family and kind of training."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def ids() -> Tensor:
     return torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(0))
 
 
-def trained(model: Any, ids: Tensor, spec: RelaxationSpec | None = None, **given: Any) -> tuple[list[float], Any, int]:
+def trained(
+    model: Any, ids: Tensor, spec: RelaxationSpec | None = None, **options: Any
+) -> tuple[list[float], Any, int]:
     """Losses, weights, and how often an attention module ran."""
-    settings = TrainSettings(**{"learning_rate": 3e-3, "micro_batch_size": 4, **given})
+    settings = TrainSettings(**{"learning_rate": 3e-3, "micro_batch_size": 4, **options})
     relaxation = spec.install(model, 0, 0) if spec else None
     model = copy.deepcopy(model) if relaxation is None else relaxation.model
     groups = () if relaxation is None else relaxation.parameter_groups()
@@ -58,9 +60,9 @@ def trained(model: Any, ids: Tensor, spec: RelaxationSpec | None = None, **given
         return losses, engine.weights(), runs[0]
 
 
-def assert_alike(model: Any, ids: Tensor, mode: Any = True, **given: Any) -> None:
+def assert_alike(model: Any, ids: Tensor, mode: Any = True, **settings: Any) -> None:
     (losses, weights, runs), (again, others, more) = (
-        trained(model, ids, activation_checkpointing=on, **given) for on in (False, mode)
+        trained(model, ids, activation_checkpointing=on, **settings) for on in (False, mode)
     )
     assert more == 2 * runs == 2 * STEPS * 2, "every pass runs once more"
     assert again == pytest.approx(losses, abs=1e-6)
@@ -98,7 +100,7 @@ def test_no_product_is_made_twice(tiny_model: Any, ids: Tensor, family: str) -> 
         return counter.get_total_flops()
 
     assert operations(False) == operations("auto") <= operations("selective") < operations(True)
-    if family in ("llama", "gpt2"):  # others compute all scores, which are made again
+    if family in ("llama", "gpt2"):  # others compute all scores, which are recomputed
         assert operations("selective") == operations(False)
 
 

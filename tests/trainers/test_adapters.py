@@ -43,14 +43,14 @@ def ids() -> Tensor:
 @pytest.fixture
 def engine() -> Iterator[Callable[..., TrainEngine]]:
     """Engines with LoRA, closed afterwards."""
-    made: list[TrainEngine] = []
+    created: list[TrainEngine] = []
 
     def make(model: Any, **settings: Any) -> TrainEngine:
-        made.append(TrainEngine(model, TrainSettings(**LORA | settings), STEPS))
-        return made[-1]
+        created.append(TrainEngine(model, TrainSettings(**LORA | settings), STEPS))
+        return created[-1]
 
     yield make
-    for each in made:
+    for each in created:
         each.close()
 
 
@@ -208,7 +208,7 @@ def test_shared_heads_stay_shared_under_lora(engine: Any, tiny_model: Any, ids: 
     assert evaluate(model, ids).loss == pytest.approx(evaluate(built.model, ids).loss, abs=1e-5)
 
 
-def test_composition_trains_beside_the_adapters(engine: Any, tiny_model: Any, ids: Tensor) -> None:
+def test_composition_trains_with_the_adapters(engine: Any, tiny_model: Any, ids: Tensor) -> None:
     model = convert(tiny_model("llama"), replace(UNEVEN, composition=Composition()))
     built = engine(copy.deepcopy(model))
     run(built, BatchStream(ids, 8))

@@ -55,7 +55,7 @@ def test_a_template_says_where_answers_begin_and_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         (None, "with a chat template"),
         (CHATML.partition("{% if")[0], "add_generation_prompt"),
@@ -63,8 +63,8 @@ def test_a_template_says_where_answers_begin_and_end() -> None:
         (CHATML.replace("<|im_end|>", "."), "special token"),
     ],
 )
-def test_a_template_that_hides_answers_is_refused(template: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_template_that_hides_answers_is_refused(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         AnswerSpans.of(chat_tokenizer(template))
 
 
@@ -88,8 +88,8 @@ def ids(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tens
 @pytest.mark.parametrize("distillation", ["none", "kl"])
 def test_the_loss_is_the_mean_over_answers(tiny_model: Any, ids: Tensor, distillation: str) -> None:
     model, teacher = tiny_model("llama"), tiny_model("llama", seed=1)
-    found = objective(distillation, 1.0, teacher, answers=SPANS.mask)(model, ids)
-    found.backward()
+    result = objective(distillation, 1.0, teacher, answers=SPANS.mask)(model, ids)
+    result.backward()
     counted = [(0, t) for t in range(5, 10)] + [(1, t) for t in range(12, 16)]
     with torch.no_grad():
         logs = [each(ids).logits.log_softmax(-1) for each in (model, teacher)]
@@ -99,7 +99,7 @@ def test_the_loss_is_the_mean_over_answers(tiny_model: Any, ids: Tensor, distill
         costs = [
             F.kl_div(logs[0][row, t - 1], logs[1][row, t - 1], reduction="sum", log_target=True) for row, t in counted
         ]
-    assert found.item() == pytest.approx(float(torch.stack(costs).mean()), abs=1e-5)
+    assert result.item() == pytest.approx(float(torch.stack(costs).mean()), abs=1e-5)
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
 
 

@@ -85,16 +85,16 @@ def test_two_workers_find_the_gradient_of_all_logits(
     assert done.returncode == 0, done.stderr[-4000:]
     loss, slopes, held_out = expected(model, teacher, ids)
     for stage in stages:
-        found = load_file(tmp_path / f"{stage}.safetensors")
-        assert found.pop("loss").tolist() == pytest.approx([loss] * 3, abs=1e-5)
-        assert found.pop("held_out").flatten().tolist() == pytest.approx(held_out * 3, abs=1e-5)
-        assert set(found) == set(slopes)
+        result = load_file(tmp_path / f"{stage}.safetensors")
+        assert result.pop("loss").tolist() == pytest.approx([loss] * 3, abs=1e-5)
+        assert result.pop("held_out").flatten().tolist() == pytest.approx(held_out * 3, abs=1e-5)
+        assert set(result) == set(slopes)
         for name, slope in slopes.items():
-            torch.testing.assert_close(found[name], slope, atol=1e-6, rtol=1e-4, msg=f"stage {stage}, {name}")
+            torch.testing.assert_close(result[name], slope, atol=1e-6, rtol=1e-4, msg=f"stage {stage}, {name}")
 
 
 def expected(model: Any, teacher: Any, ids: Tensor) -> tuple[float, dict[str, Tensor], list[float]]:
-    """Of all logits at once: the loss, its gradients, and what the first five sequences are scored."""
+    """Of all logits at once: the loss, its gradients, and the scores of the first five sequences."""
 
     def of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, guide = (m(rows).logits[:, :-1].flatten(0, 1) for m in (model, teacher))

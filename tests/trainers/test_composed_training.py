@@ -43,8 +43,8 @@ def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, stage: int) 
         expected.append(loss.item())
     engine, losses = TrainEngine(copy.deepcopy(start), settings, STEPS), []
     try:
-        kept = {"loss_fn": loss_fn, "on_step": lambda _, loss: losses.append(loss)}
-        train_model(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **kept)
+        stored = {"loss_fn": loss_fn, "on_step": lambda _, loss: losses.append(loss)}
+        train_model(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **stored)
         weights = engine.weights()
     finally:
         engine.close()

@@ -28,14 +28,14 @@ STEPS = 3
 
 @pytest.fixture
 def engine(tiny_model: Any) -> Iterator[Callable[..., TrainEngine]]:
-    made = []
+    created = []
 
     def make(**settings: Any) -> TrainEngine:
-        made.append(TrainEngine(tiny_model("llama"), TrainSettings(**{"learning_rate": 3e-3, **settings}), STEPS))
-        return made[-1]
+        created.append(TrainEngine(tiny_model("llama"), TrainSettings(**{"learning_rate": 3e-3, **settings}), STEPS))
+        return created[-1]
 
     yield make
-    for each in made:
+    for each in created:
         each.close()
 
 
@@ -45,16 +45,20 @@ def ids() -> Tensor:
 
 
 def losses(engine: TrainEngine, ids: Tensor) -> list[float]:
-    found: list[float] = []
+    result: list[float] = []
     train_model(
-        engine, BatchStream(ids, 8), steps=STEPS, loss_fn=objective(), on_step=lambda _, loss: found.append(loss)
+        engine, BatchStream(ids, 8), steps=STEPS, loss_fn=objective(), on_step=lambda _, loss: result.append(loss)
     )
-    return found
+    return result
 
 
 def test_it_is_merged_last_and_section_by_section() -> None:
-    given = {"zero_optimization": {"overlap_comm": False}, "optimizer": {"params": {"eps": 1e-6}}, "steps_per_print": 7}
-    settings = TrainSettings(zero_stage=2, deepspeed=given)
+    options = {
+        "zero_optimization": {"overlap_comm": False},
+        "optimizer": {"params": {"eps": 1e-6}},
+        "steps_per_print": 7,
+    }
+    settings = TrainSettings(zero_stage=2, deepspeed=options)
     before, after = config_of(TrainSettings(zero_stage=2)), config_of(settings)
     assert after["zero_optimization"] == {"stage": 2, "overlap_comm": False}
     assert after["optimizer"]["params"] == before["optimizer"]["params"] | {"eps": 1e-6}
@@ -64,8 +68,8 @@ def test_it_is_merged_last_and_section_by_section() -> None:
 
 
 def test_it_reaches_the_engine(engine: Any, ids: Tensor) -> None:
-    given = {"zero_optimization": {"reduce_bucket_size": 1234}, "optimizer": {"params": {"eps": 1e-3}}}
-    changed, plain = engine(zero_stage=2, deepspeed=given), engine(zero_stage=2)
+    settings = {"zero_optimization": {"reduce_bucket_size": 1234}, "optimizer": {"params": {"eps": 1e-3}}}
+    changed, plain = engine(zero_stage=2, deepspeed=settings), engine(zero_stage=2)
     assert changed._engine.zero_reduce_bucket_size() == 1234
     assert {group["eps"] for group in changed._engine.optimizer.param_groups} == {1e-3}
     assert losses(changed, ids) != losses(plain, ids)
@@ -73,9 +77,9 @@ def test_it_reaches_the_engine(engine: Any, ids: Tensor) -> None:
 
 @pytest.mark.parametrize("stage", [2, extended(3)])
 def test_an_optimiser_in_cpu_memory_trains_alike(engine: Any, ids: Tensor, stage: int) -> None:
-    """Where there is no GPU, torch's Adam serves; on one it gives way to DeepSpeed's, which is compiled."""
-    given = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
-    offloaded = engine(zero_stage=stage, deepspeed=given)
+    """Where there is no GPU, torch's Adam is used; on one it gives way to DeepSpeed's, which is compiled."""
+    settings = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+    offloaded = engine(zero_stage=stage, deepspeed=settings)
     assert offloaded._engine.zero_use_cpu_optimizer()
     assert losses(offloaded, ids) == pytest.approx(losses(engine(zero_stage=stage), ids), abs=1e-5)
 
@@ -83,8 +87,8 @@ def test_an_optimiser_in_cpu_memory_trains_alike(engine: Any, ids: Tensor, stage
 def test_adam_gives_way_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that only says that it has a GPU: the configuration is made, nothing is started."""
 
-    def is_torchs(**given: Any) -> bool:
-        return config_of(TrainSettings(zero_stage=2, deepspeed=given))["optimizer"]["params"]["torch_adam"]
+    def is_torchs(**settings: Any) -> bool:
+        return config_of(TrainSettings(zero_stage=2, deepspeed=settings))["optimizer"]["params"]["torch_adam"]
 
     offload = {"offload_optimizer": {"device": "cpu"}}
     assert is_torchs(zero_optimization=offload)
@@ -108,14 +112,14 @@ def test_adam_is_fused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, extended(0), extended(3)])
-def test_a_fused_adam_trains_and_goes_on_alike(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
+def test_a_fused_adam_trains_and_resumes_alike(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
     """torch's fused kernel, which the CPU has too."""
-    given = {"optimizer": {"params": {"fused": True}}}
-    fused = engine(zero_stage=stage, deepspeed=given)
+    settings = {"optimizer": {"params": {"fused": True}}}
+    fused = engine(zero_stage=stage, deepspeed=settings)
     whole = losses(fused, ids)
     assert whole == pytest.approx(losses(engine(zero_stage=stage), ids), abs=1e-5)
     fused.save(tmp_path)
-    on = engine(zero_stage=stage, deepspeed=given)
+    on = engine(zero_stage=stage, deepspeed=settings)
     on.load(tmp_path)
     states = on._engine.basic_optimizer.state
     assert all(state["step"].device == p.device and state["step"].dtype == torch.float32 for p, state in states.items())
@@ -157,20 +161,20 @@ def test_what_there_is_not_is_refused(wrong: dict[str, Any], message: str) -> No
         ({"communication_data_type": "fp9"}, "train.deepspeed: .*fp9|Invalid communication_data_type"),
     ],
 )
-def test_what_deepspeed_refuses_is_told_before_anything_starts(wrong: dict[str, Any], message: str) -> None:
+def test_what_deepspeed_refuses_is_reported_before_anything_starts(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_training(TrainSettings(num_workers=4, deepspeed=wrong))
 
 
 def test_what_deepspeed_takes_passes() -> None:
-    given: Any = {"zero_optimization": {"offload_param": {"device": "cpu"}, "overlap_comm": True}}
-    check_training(TrainSettings(num_workers=4, zero_stage=3, dtype="bfloat16", deepspeed=given))
+    settings: Any = {"zero_optimization": {"offload_param": {"device": "cpu"}, "overlap_comm": True}}
+    check_training(TrainSettings(num_workers=4, zero_stage=3, dtype="bfloat16", deepspeed=settings))
 
 
 def test_settings_with_it_are_plain_values() -> None:
-    made = [TrainSettings(deepspeed={"zero_optimization": {"sub_group_size": n}}) for n in (10, 10, 20)]
-    assert len({*made}) == 2
-    assert TrainSettings(**json.loads(json.dumps(made[0].model_dump()))) == made[0]
+    created = [TrainSettings(deepspeed={"zero_optimization": {"sub_group_size": n}}) for n in (10, 10, 20)]
+    assert len({*created}) == 2
+    assert TrainSettings(**json.loads(json.dumps(created[0].model_dump()))) == created[0]
 
 
 def test_a_training_checkpoint_knows_what_changes_its_files(engine: Any, tmp_path: Path) -> None:
@@ -197,25 +201,25 @@ def test_gradients_in_bfloat16_are_summed_in_float32(tiny_model: Any, stage: int
         options: dict[str, Any] = {"batch_size": 64, "micro_batch_size": 1, "max_grad_norm": 1e9}
         settings = TrainSettings(dtype="bfloat16", zero_stage=stage, deepspeed=given, **options)
         with closing(TrainEngine(tiny_model("llama").bfloat16(), settings, STEPS)) as built:
-            found: dict[str, Tensor] = {}
+            result: dict[str, Tensor] = {}
             take_step = built._engine.step
 
             def step() -> None:
                 if built._engine.is_gradient_accumulation_boundary():
-                    found.update((n, safe_get_full_grad(p)) for n, p in built._engine.module.named_parameters())
+                    result.update((n, safe_get_full_grad(p)) for n, p in built._engine.module.named_parameters())
                 take_step()
 
             built._engine.step = step
             built.step(ids, objective())
-        apart = [(found[name].double() - grad).flatten() for name, grad in expected.items()]
+        apart = [(result[name].double() - grad).flatten() for name, grad in expected.items()]
         return float(torch.cat(apart).norm() / norm)
 
     assert error() < 1e-5 < 3e-3 < error(data_types={"grad_accum_dtype": "bf16"})
 
 
 def test_where_gradients_are_summed_in_float32() -> None:
-    def summed(**given: Any) -> Any:
-        return config_of(TrainSettings(**given)).get("data_types", {}).get("grad_accum_dtype")
+    def summed(**settings: Any) -> Any:
+        return config_of(TrainSettings(**settings)).get("data_types", {}).get("grad_accum_dtype")
 
     assert [summed(dtype="bfloat16", zero_stage=stage) for stage in (1, 2, 3)] == [None, "fp32", "fp32"]
     assert summed(zero_stage=3) is None

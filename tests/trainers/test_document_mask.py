@@ -66,12 +66,12 @@ def test_composed_heads_and_a_teacher_keep_documents_apart(tiny_model: Any, docu
         assert objective(positions=STARTS.positions)(model, row).item() == pytest.approx(
             alone(model, documents), abs=2e-5
         )
-        found = objective("kl", 1.0, teacher, STARTS.positions)(model, row).item()
+        result = objective("kl", 1.0, teacher, STARTS.positions)(model, row).item()
         logs = [
             torch.cat([each(document[None], use_cache=False).logits[0] for document in documents])[:-1].log_softmax(-1)
             for each in (model, teacher)
         ]
-    assert found == pytest.approx(F.kl_div(*logs, reduction="none", log_target=True).sum(-1).mean().item(), abs=2e-5)
+    assert result == pytest.approx(F.kl_div(*logs, reduction="none", log_target=True).sum(-1).mean().item(), abs=2e-5)
 
 
 @pytest.mark.parametrize("stage", [1, extended(3)])
@@ -91,7 +91,7 @@ def test_positions_start_again_with_each_document() -> None:
     assert DocumentStarts(9, END).positions(ids).tolist() == [[0, 1, 2, 3, 4, 0, 1]]
 
 
-def test_conversations_that_cannot_be_told_apart_are_refused(
+def test_conversations_that_cannot_be_distinguished_are_refused(
     tmp_path: Path, chat_tokenizer: Any, demo_tokenizer: Any
 ) -> None:
     file = tmp_path / "chat.jsonl"

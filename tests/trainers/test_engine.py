@@ -44,7 +44,7 @@ def ids() -> Tensor:
 @pytest.fixture
 def engine(tiny_model: Any) -> Iterator[Callable[..., TrainEngine]]:
     """Engines on a converted tiny model with unequal key and value heads; closed afterwards."""
-    made = []
+    created = []
 
     def make(
         model: Any = None,
@@ -57,11 +57,11 @@ def engine(tiny_model: Any) -> Iterator[Callable[..., TrainEngine]]:
         model = convert(tiny_model("llama"), PLAN) if model is None else model
         chosen = TrainSettings(**{"learning_rate": 3e-3, **settings})
         options: Any = {"schedule_offset": schedule_offset, "decay_everything": decay_everything}
-        made.append(TrainEngine(model, chosen, total_steps, **options))
-        return made[-1]
+        created.append(TrainEngine(model, chosen, total_steps, **options))
+        return created[-1]
 
     yield make
-    for each in made:
+    for each in created:
         each.close()
 
 
@@ -119,7 +119,7 @@ def test_a_part_of_a_longer_training_takes_its_part_of_the_schedule(engine: Any,
         engine(schedule_offset=7)
 
 
-def test_a_schedule_of_its_own_warms_up_where_a_training_goes_on(engine: Any, ids: Tensor, tmp_path: Path) -> None:
+def test_a_separate_schedule_warms_up_where_a_training_resumes(engine: Any, ids: Tensor, tmp_path: Path) -> None:
     first = engine(total_steps=4)
     run(first, ids, 0, 4)
     first.save(tmp_path / "at-4")
@@ -143,7 +143,7 @@ def test_the_betas_are_those_of_the_settings(engine: Any) -> None:
     ("stage", "family"), [(1, "qwen2"), (3, "gpt2"), extended(0, "gpt_oss"), extended(2, "opt"), extended(3, "gpt_oss")]
 )
 def test_weight_decay_is_on_matrices_alone(engine: Any, tiny_model: Any, ids: Tensor, stage: int, family: str) -> None:
-    """Where no gradient flows a step is the decay: of matrices, and not of norms, biases, embeddings and sinks."""
+    """If no gradient flows a step is the decay: of matrices, and not of norms, biases, embeddings and sinks."""
     model = tiny_model(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     embeddings = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, torch.nn.Embedding)}
@@ -163,7 +163,7 @@ def test_weight_decay_is_on_matrices_alone(engine: Any, tiny_model: Any, ids: Te
 
 
 @pytest.mark.parametrize("stage", [1, extended(0), extended(2), extended(3)])
-def test_a_checkpoint_from_before_goes_on_as_it_was_begun(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
+def test_a_checkpoint_from_before_resumes_as_it_was_begun(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
     def former(**settings: Any) -> TrainEngine:
         return engine(zero_stage=stage, weight_decay=0.5, decay_everything=True, **settings)
 
@@ -255,9 +255,9 @@ def test_fine_tuning_recovers_the_demo_model_after_fusing(engine: Any, demo_mode
     plan = AttentionPlan((LayerPlan(pairs, pairs),) * 4, head_dim=32)
     settings: dict[str, Any] = {"tokens": 4096, "sequence_length": 64}
     text = load_sequences("stdlib", demo_tokenizer, split="train", **settings)
-    held = load_sequences("stdlib", demo_tokenizer, split="eval", **settings)[::4]
+    cached = load_sequences("stdlib", demo_tokenizer, split="eval", **settings)[::4]
     built = engine(convert(demo_model, plan), learning_rate=1e-3)
-    before = evaluate(built.model, held).loss
+    before = evaluate(built.model, cached).loss
     milestones: list[tuple[int, float]] = []
     train_model(
         built,
@@ -267,6 +267,6 @@ def test_fine_tuning_recovers_the_demo_model_after_fusing(engine: Any, demo_mode
         milestones=(3, 6),
         on_milestone=lambda step, loss: milestones.append((step, loss)),
     )
-    assert evaluate(built.model, held).loss < before - 0.3
+    assert evaluate(built.model, cached).loss < before - 0.3
     assert [step for step, _ in milestones] == [3, 6]
     assert milestones[1][1] < milestones[0][1]

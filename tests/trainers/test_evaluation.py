@@ -26,11 +26,11 @@ def slow(model: Any, teacher: Any, ids: Tensor) -> tuple[float, float]:
     """Token by token, in float64."""
     losses, divergences = [], []
     for row in ids:
-        mine = model(row[None]).logits[0].double().log_softmax(-1)
+        ours = model(row[None]).logits[0].double().log_softmax(-1)
         other = teacher(row[None]).logits[0].double().log_softmax(-1)
         for t in range(len(row) - 1):
-            losses.append(-mine[t, row[t + 1]].item())
-            divergences.append((other[t].exp() * (other[t] - mine[t])).sum().item())
+            losses.append(-ours[t, row[t + 1]].item())
+            divergences.append((other[t].exp() * (other[t] - ours[t])).sum().item())
     return sum(losses) / len(losses), sum(divergences) / len(divergences)
 
 
@@ -47,7 +47,7 @@ def test_agrees_with_the_slow_reference_at_any_batch_size(tiny_model: Any, ids: 
 
 def test_a_remembering_teacher_sees_each_batch_once_as_far_as_there_is_room(tiny_model: Any, ids: Tensor) -> None:
     model, teacher = tiny_model("llama"), tiny_model("llama", seed=1)
-    wanted = evaluate(model, ids, teacher=teacher, batch_size=4)
+    expected = evaluate(model, ids, teacher=teacher, batch_size=4)
     passes: list[int] = []
     teacher.register_forward_hook(lambda *_: passes.append(1))
     one_batch = 4 * 12 * 32 * 4
@@ -56,15 +56,15 @@ def test_a_remembering_teacher_sees_each_batch_once_as_far_as_there_is_room(tiny
         passes.clear()
         for _ in range(2):
             got = evaluate(model, ids, teacher=remembering, batch_size=4)
-            assert (got.loss, got.kl) == (wanted.loss, wanted.kl)
+            assert (got.loss, got.kl) == (expected.loss, expected.kl)
         assert len(passes) == seen
     known = CachedTeacher(teacher)
     own = evaluate(known, ids, batch_size=4)
     passes.clear()
-    assert evaluate(model, ids, teacher=known, batch_size=4).kl == wanted.kl and not passes
+    assert evaluate(model, ids, teacher=known, batch_size=4).kl == expected.kl and not passes
     assert own.loss == pytest.approx(evaluate(teacher, ids, batch_size=4).loss, abs=1e-6)
     other = evaluate(model, ids.flip(1), teacher=CachedTeacher(teacher))
-    assert other.kl == evaluate(model, ids.flip(1), teacher=teacher).kl != wanted.kl
+    assert other.kl == evaluate(model, ids.flip(1), teacher=teacher).kl != expected.kl
 
 
 def test_a_model_is_at_no_distance_from_itself(tiny_model: Any, ids: Tensor) -> None:
@@ -78,13 +78,13 @@ def test_an_increase_has_the_standard_error_of_the_paired_difference(tiny_model:
     scored, worth = evaluate(model, ids, batch_size=3), evaluate(original, ids)
     each = [(slow(model, original, row[None])[0], slow(original, model, row[None])[0]) for row in ids]
     assert scored.sequence_losses is not None
-    assert scored.sequence_losses.tolist() == pytest.approx([mine for mine, _ in each], abs=1e-5)
-    found = scored.compared(worth)
-    differences = [mine - other for mine, other in each]
-    assert found["loss_increase"] == pytest.approx(statistics.mean(differences), abs=1e-5)
-    assert found["loss_increase_stderr"] == pytest.approx(statistics.stdev(differences) / math.sqrt(7), abs=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(scored.loss))
-    assert found["original_perplexity"] == pytest.approx(math.exp(worth.loss))
+    assert scored.sequence_losses.tolist() == pytest.approx([ours for ours, _ in each], abs=1e-5)
+    result = scored.compared(worth)
+    differences = [ours - other for ours, other in each]
+    assert result["loss_increase"] == pytest.approx(statistics.mean(differences), abs=1e-5)
+    assert result["loss_increase_stderr"] == pytest.approx(statistics.stdev(differences) / math.sqrt(7), abs=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(scored.loss))
+    assert result["original_perplexity"] == pytest.approx(math.exp(worth.loss))
     assert worth.compared(worth)["loss_increase_stderr"] == 0
     one = evaluate(model, ids[:1])
     assert one.compared(evaluate(original, ids[:1]))["loss_increase_stderr"] is None  # of one sequence nobody knows
@@ -177,11 +177,11 @@ def test_out_of_memory_is_met_with_half_the_sequences_down_to_one(tiny_model: An
     whole, rows = evaluate(model, ids, teacher=teacher), [2]
     assert whole.notes == ()
     tried = limited(model if who == "model" else teacher, rows)
-    found = evaluate(model.train(), ids, teacher=CachedTeacher(teacher))
-    assert found.notes == ("out of memory with 8 sequences at once: evaluated with 1",)
+    result = evaluate(model.train(), ids, teacher=CachedTeacher(teacher))
+    assert result.notes == ("out of memory with 8 sequences at once: evaluated with 1",)
     assert tried == [7, 3, *[1] * 7]
-    assert (found.loss, found.kl) == (pytest.approx(whole.loss, abs=1e-6), pytest.approx(whole.kl, abs=1e-6))
-    assert found.tokens == whole.tokens and model.training
+    assert (result.loss, result.kl) == (pytest.approx(whole.loss, abs=1e-6), pytest.approx(whole.kl, abs=1e-6))
+    assert result.tokens == whole.tokens and model.training
     rows[0] = 0
     with pytest.raises(torch.OutOfMemoryError):
         evaluate(model, ids, teacher=teacher)

@@ -29,8 +29,8 @@ def plan(model: Any) -> AttentionPlan:
 
 @pytest.mark.parametrize("family", families())
 def test_in_every_family_only_what_makes_keys_and_values_is_left(tiny_model: Any, family: str) -> None:
-    """Of the uneven form, in which no family fuses its projections: changing what is trained changes keys and values
-    alone, and all of them are within what is trained."""
+    """In the uneven form, in which no family fuses its projections: changing the trained tensors changes keys and
+    values alone, and all of them are among the trained tensors."""
     original = tiny_model(family)
     model: Any = convert(original, plan(original))
     freeze_all_but_keys_and_values(model)
@@ -68,12 +68,12 @@ def test_trains_and_nothing_else_moves_or_has_optimiser_state(tiny_model: Any) -
             engine, BatchStream(ids, 4), steps=6, loss_fn=objective(), on_step=lambda _, loss: losses.append(loss)
         )
         after = engine.weights()
-        held = sum(p.numel() for group in engine._engine.optimizer.param_groups for p in group["params"])
+        cached = sum(p.numel() for group in engine._engine.optimizer.param_groups for p in group["params"])
     finally:
         engine.close()
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved == {name for name in before if "k_proj" in name or "v_proj" in name}
-    assert held == sum(before[name].numel() for name in moved)
+    assert cached == sum(before[name].numel() for name in moved)
     assert losses[-1] < losses[0]
 
 

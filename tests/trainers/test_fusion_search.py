@@ -28,8 +28,8 @@ def search(model: Any, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.heavy
 def test_distances_are_distances(tiny_model: Any) -> None:
-    found = search(tiny_model("llama"), 5)
-    for side in (found["key"], found["value"]):
+    result = search(tiny_model("llama"), 5)
+    for side in (result["key"], result["value"]):
         assert side.shape == (2, 4, 4)
         assert torch.equal(side, side.mT)
         assert torch.equal(side.diagonal(dim1=1, dim2=2), torch.zeros(2, 4))
@@ -60,7 +60,7 @@ def test_equal_heads_keep_their_distance(tiny_model: Any) -> None:
         return heads
 
     twin = assemble(model, plan_of(model), [doubled(heads) for heads in lift(model)])
-    found = search(twin, 40)
-    for side in (found["key"], found["value"]):
+    result = search(twin, 40)
+    for side in (result["key"], result["value"]):
         torch.testing.assert_close(side[:, 0, 1], torch.full((2,), 0.5), atol=1e-3, rtol=0)
         assert (side[:, 2, 3] - 0.5).abs().max() > 0.01

@@ -42,8 +42,8 @@ def test_language_modelling_agrees_with_transformers(demo_model: Any) -> None:
     ids = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         output = demo_model(ids, labels=ids)
-        found = objective()(demo_model, ids)
-    assert found.item() == pytest.approx(output.loss.item(), abs=1e-6)
+        result = objective()(demo_model, ids)
+    assert result.item() == pytest.approx(output.loss.item(), abs=1e-6)
 
 
 def test_half_precision_logits_are_widened() -> None:

@@ -25,7 +25,7 @@ def text(rows: int, seed: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Any) -> tuple[Any, Any]:
-    """An original, and its conversion with what lies outside of attention in the original's memory."""
+    """An original, and its conversion, which shares the memory of all weights outside of attention."""
     original = tiny_model("llama", num_key_value_heads=4).eval()
     geometry = geometry_of(original.config)
     plan = AttentionPlan((HALF,) * geometry.num_layers, geometry.head_dim)
@@ -37,9 +37,9 @@ def pair(tiny_model: Any) -> tuple[Any, Any]:
 
 
 def divergence(original: Any, model: Any) -> float:
-    found = evaluate(model, text(16, 99), teacher=original).kl
-    assert found is not None
-    return found
+    result = evaluate(model, text(16, 99), teacher=original).kl
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize("weights", ["all", "kv"])

@@ -1,4 +1,4 @@
-"""DHA's stages grouped anew before each fusion, and a fusion stage with a batch, a rate and a schedule of its own."""
+"""DHA's stages grouped anew before each fusion, and a fusion stage with a separate batch, rate and schedule."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ def test_pairs_against_all_orders(heads: int) -> None:
     for _ in range(10):
         matrix = torch.rand(heads, heads, generator=generator)
         distance = (matrix + matrix.T).tolist()
-        found = pairs(distance)
-        assert sorted(h for pair in found for h in pair) == list(range(heads))
-        assert len(found) == -(-heads // 2)
-        total, least = sum(distance[p[0]][p[1]] for p in found if len(p) == 2), brute(distance)
+        result = pairs(distance)
+        assert sorted(h for pair in result for h in pair) == list(range(heads))
+        assert len(result) == -(-heads // 2)
+        total, least = sum(distance[p[0]][p[1]] for p in result if len(p) == 2), brute(distance)
         assert total >= least - 1e-9
         assert total <= (least + 1e-9 if heads <= 4 else 1.5 * least)
 
 
 def test_a_stage_pairs_within_final_groups_only() -> None:
-    """Six heads, final groups {0..4} and {5}: 1 goes with 4, 0 with 2, 3 is left; 5 stays alone, near as it is."""
+    """Six heads, final groups {0..4} and {5}: 1 goes with 4, 0 with 2, 3 remains; 5 stays alone, though it is near."""
     now = AttentionPlan((LayerPlan.identity(6),), 8)
     goal = AttentionPlan((LayerPlan((0, 0, 0, 0, 0, 1), (0, 1, 2, 3, 4, 5)),), 8)
     distance = torch.full((6, 6), 9.0)
     for i, j, value in ((1, 4, 1.0), (0, 2, 2.0), (0, 5, 0.1), (3, 5, 0.1)):
         distance[i, j] = distance[j, i] = value
-    found = paired_plan(now, goal, [distance], [None])
-    assert found.layers[0].key_groups == ((0, 2), (1, 4), (3,), (5,))
-    assert found.layers[0].value_map == goal.layers[0].value_map
+    result = paired_plan(now, goal, [distance], [None])
+    assert result.layers[0].key_groups == ((0, 2), (1, 4), (3,), (5,))
+    assert result.layers[0].value_map == goal.layers[0].value_map
 
 
 def test_stored_heads_that_were_fused_are_paired_as_one() -> None:
     now = AttentionPlan((LayerPlan((0, 1, 2, 3, 0, 1, 2, 3), tuple(range(8))),), 8)
     goal = AttentionPlan((LayerPlan((0,) * 8, tuple(range(8))),), 8)
     distance = torch.tensor([[0, 5, 5, 1], [5, 0, 1, 5], [5, 1, 0, 5], [1, 5, 5, 0]], dtype=torch.float32)
-    found = paired_plan(now, goal, [distance], [None])
-    assert found.layers[0].key_groups == ((0, 3, 4, 7), (1, 2, 5, 6))
+    result = paired_plan(now, goal, [distance], [None])
+    assert result.layers[0].key_groups == ((0, 3, 4, 7), (1, 2, 5, 6))
 
 
 # ---- as part of a job --------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> Non
     for layer, goal in zip(first.layers, SINGLE.layers, strict=True):
         assert sorted(map(len, layer.key_groups)) == [2, 2]
         assert layer.value_map == goal.value_map  # two heads in a group: nothing to choose
-    assert not (root / "stage-1" / "plan.json").exists()  # all that is left fuses
+    assert not (root / "stage-1" / "plan.json").exists()  # all remaining heads fuse
     assert checkpoint.plan_of(checkpoint.load(relaxed.model_dir)) == SINGLE
     assert relaxed.tokens == (3 + 3) * 4 * 16
     # Killed after the groups were found: read, not found again
@@ -130,7 +130,7 @@ def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> Non
     assert checkpoint.plan_of(checkpoint.load(root / "stage-0" / "collapsed")) == HALVED
 
 
-def test_a_fusion_stage_with_batch_rate_and_schedule_of_its_own(job: TrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fusion_stage_with_separate_batch_rate_and_schedule(job: TrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
 
     class Recorded(relaxing.TrainEngine):

@@ -23,25 +23,25 @@ HALF, ALL, ROWS = 3, 6, 6
 IDS = torch.randint(0, 64, (40, 16), generator=torch.Generator().manual_seed(0))
 
 
-def settings_of(workers: int, **given: Any) -> TrainSettings:
-    return TrainSettings(**{"learning_rate": 1e-2, "batch_size": ROWS, "num_workers": 6, **given}).on(workers)
+def settings_of(workers: int, **settings: Any) -> TrainSettings:
+    return TrainSettings(**{"learning_rate": 1e-2, "batch_size": ROWS, "num_workers": 6, **settings}).on(workers)
 
 
 def work(
     rank: int, model: Path, settings: TrainSettings, until: int, load: Path | None, save: Path | None, own_rate: bool
 ) -> tuple[list[float], dict[str, Any], Any]:
-    """Losses up to step `until`, the weights then (rank 0), and what a checkpoint said that it went on from."""
+    """Losses up to step `until`, the weights then (rank 0), and the step that a checkpoint was resumed from."""
     net = load_trainable(model, settings)
     bias = tuple(p for name, p in net.named_parameters() if name.endswith("norm.weight"))
     groups = [ParameterGroup(bias, 3e-2)] if own_rate else []
     with closing(TrainEngine(net, settings, ALL, groups)) as engine:
         stream = BatchStream(IDS, ROWS, rank=rank, world_size=settings.num_workers)
-        said = engine.load(load) if load else None
+        output = engine.load(load) if load else None
         stream.skip(engine.steps_done * ROWS)
         losses = [engine.step(stream.next(), objective()) for _ in range(engine.steps_done, until)]
         if save:
             engine.save(save, {"said": "here"})
-        return losses, {name: tensor.float().numpy() for name, tensor in engine.weights().items()}, said
+        return losses, {name: tensor.float().numpy() for name, tensor in engine.weights().items()}, output
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "given", "own_rate"),
+    ("stage", "dtype", "options", "own_rate"),
     [
         extended(1, "float32", {}, True),
         extended(3, "bfloat16", {"deepspeed": {"zero_optimization": {"sub_group_size": 4000}}}, True),
@@ -67,11 +67,11 @@ def difference(one: list[float], other: list[float]) -> float:
         extended(3, "float32", {"tuning": "lora"}, False),
     ],
 )
-def test_training_goes_on_with_another_number_of_workers(
-    on_all: Any, model: Path, tmp_path: Path, stage: int, dtype: str, given: dict[str, Any], own_rate: bool
+def test_training_continues_with_another_number_of_workers(
+    on_all: Any, model: Path, tmp_path: Path, stage: int, dtype: str, options: dict[str, Any], own_rate: bool
 ) -> None:
     def run(workers: int, name: str, until: int, load: Path | None = None, save: Path | None = None) -> Any:
-        settings = settings_of(workers, zero_stage=stage, dtype=dtype, **given)
+        settings = settings_of(workers, zero_stage=stage, dtype=dtype, **options)
         return on_all(workers, tmp_path / name, work, model, settings, until, load, save, own_rate)
 
     saved = tmp_path / "checkpoint"
@@ -81,8 +81,8 @@ def test_training_goes_on_with_another_number_of_workers(
     assert difference(first, expected[:HALF]) < near
     for workers in (1, 4):  # 4: two of them have one row of a step, two have two
         results = run(workers, f"then-{workers}", ALL, load=saved)
-        losses, after, said = results[0]
-        assert said == {"said": "here"}
+        losses, after, output = results[0]
+        assert output == {"said": "here"}
         assert difference(losses, expected[HALF:]) < near
         assert [result[0] for result in results] == [losses] * workers
         # In bfloat16 a gradient near 0 may have either sign, and Adam makes a whole step of it
@@ -115,7 +115,7 @@ def forget(file: Path) -> None:
     torch.save(record, file)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_told_by_all_workers(on_all: Any, model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_reported_by_all_workers(on_all: Any, model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "checkpoint"
     on_all(2, tmp_path / "first", work, model, settings_of(2), 1, None, saved, False)
     broken = next((saved / "engine").glob("*optim_states.pt"))

@@ -18,7 +18,7 @@ RELAXATION = RelaxationSpec("lagrangian", tuple(PLANS), 30)
 
 
 def job(**changes: Any) -> TrainJob:
-    given = {
+    settings = {
         "model_dir": "m",
         "train_file": "t",
         "eval_file": "e",
@@ -26,7 +26,7 @@ def job(**changes: Any) -> TrainJob:
         "storage_path": "/s",
         "run_name": "r",
     }
-    return TrainJob(**{**given, "milestones": (5, 10), **changes})
+    return TrainJob(**{**settings, "milestones": (5, 10), **changes})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_one_schedule_spans_relaxation_and_recovery() -> None:
     assert job().after_relaxation("other") == job()
 
 
-def test_gpus_are_computed_on_unless_the_cpu_is_asked_for() -> None:
+def test_gpus_are_used_unless_the_cpu_is_requested() -> None:
     assert TrainSettings(gpus_per_worker=1).shape.device == "cuda"
     assert TrainSettings(gpus_per_worker=1, device="cpu").shape.device == "cpu"
     assert TrainSettings().shape.device == TrainSettings(device="cpu").shape.device == "cpu"
@@ -155,7 +155,7 @@ def test_a_training_is_known_by_what_decides_its_result() -> None:
     for name in later:
         del before[name]
     same = ({}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": False})
-    assert all(TrainSettings(**given).identity() == before for given in same)
+    assert all(TrainSettings(**settings).identity() == before for settings in same)
     other = (
         {"document_mask": True},
         {"assistant_only_loss": True},
@@ -163,5 +163,5 @@ def test_a_training_is_known_by_what_decides_its_result() -> None:
         {"activation_checkpointing": True},
         {"seed": 1},
     )
-    assert all(TrainSettings(**given).identity() != before for given in other)
+    assert all(TrainSettings(**settings).identity() != before for settings in other)
     assert TrainSettings.model_validate(TrainSettings(compile=True).identity()).compile

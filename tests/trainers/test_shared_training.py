@@ -52,8 +52,8 @@ def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, monkeypatch:
     engine = TrainEngine(trained, settings, STEPS)
     try:
         assert stage < 3 or all(p.numel() == 0 for p in trained.parameters())
-        kept = {"loss_fn": loss_fn, "on_step": lambda _, loss: losses.append(loss)}
-        train_model(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **kept)
+        stored = {"loss_fn": loss_fn, "on_step": lambda _, loss: losses.append(loss)}
+        train_model(engine, BatchStream(ids, 8), steps=STEPS, start_step=0, **stored)
         weights = engine.weights()
     finally:
         engine.close()

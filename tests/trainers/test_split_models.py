@@ -40,8 +40,8 @@ AT_ONCE: dict[str, Any] = {
 }
 
 
-def settings_of(**given: Any) -> TrainSettings:
-    return TrainSettings(**{"learning_rate": 3e-3, "num_workers": 2, "zero_stage": 3, "deepspeed": AT_ONCE, **given})
+def settings_of(**settings: Any) -> TrainSettings:
+    return TrainSettings(**{"learning_rate": 3e-3, "num_workers": 2, "zero_stage": 3, "deepspeed": AT_ONCE, **settings})
 
 
 def steps(rank: int, ids: Tensor, folder: Path, teacher: Path, split: bool, settings: TrainSettings) -> Any:
@@ -63,7 +63,7 @@ def steps(rank: int, ids: Tensor, folder: Path, teacher: Path, split: bool, sett
 
 
 @pytest.mark.parametrize(
-    ("family", "plan", "given"),
+    ("family", "plan", "settings"),
     [
         ("llama", UNEVEN, {"distillation": "kl"}),
         extended("llama", UNEVEN, {"tuning": "lora", "lora_rank": 4}),
@@ -75,7 +75,7 @@ def steps(rank: int, ids: Tensor, folder: Path, teacher: Path, split: bool, sett
     ],
 )
 def test_trains_as_from_whole_models(
-    on_both: Any, tiny_model: Any, tmp_path: Path, family: str, plan: AttentionPlan, given: dict[str, Any]
+    on_both: Any, tiny_model: Any, tmp_path: Path, family: str, plan: AttentionPlan, settings: dict[str, Any]
 ) -> None:
     original = tiny_model(family) if family == "gpt2" else tiny_model(family, tie_word_embeddings=True)
     checkpoint.save(original, tmp_path / "original")
@@ -83,7 +83,8 @@ def test_trains_as_from_whole_models(
     ids = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(0))
     places = (ids, tmp_path / "model", tmp_path / "original")
     whole, split = (
-        on_both(tmp_path / name, steps, *places, name == "split", settings_of(**given)) for name in ("whole", "split")
+        on_both(tmp_path / name, steps, *places, name == "split", settings_of(**settings))
+        for name in ("whole", "split")
     )
     (expected, weights), (losses, others) = whole[0], split[0]
     assert losses == split[1][0] == pytest.approx(expected, abs=1e-5)
@@ -95,16 +96,16 @@ def test_trains_as_from_whole_models(
 
 def interrupted(rank: int, ids: Tensor, folder: Path, place: Path) -> tuple[list[float], list[float]]:
     """Losses of steps after a training checkpoint was written, and of the same steps when it was read again."""
-    settings, found = settings_of(dtype="bfloat16"), []
+    settings, result = settings_of(dtype="bfloat16"), []
     stream = BatchStream(ids, 8, rank=rank, world_size=2)
     with closing(TrainEngine(load_trainable(folder, settings), settings, STEPS)) as engine:
         engine.step(stream.next(), objective())
         engine.save(place, {"stream": stream.state_dict()})
-        found.append([engine.step(stream.next(), objective()) for _ in range(2)])
+        result.append([engine.step(stream.next(), objective()) for _ in range(2)])
     with closing(TrainEngine(load_trainable(folder, settings), settings, STEPS)) as engine:
         stream.load_state_dict(engine.load(place)["stream"])
-        found.append([engine.step(stream.next(), objective()) for _ in range(2)])
-    return found[0], found[1]
+        result.append([engine.step(stream.next(), objective()) for _ in range(2)])
+    return result[0], result[1]
 
 
 @pytest.mark.extended
@@ -137,13 +138,13 @@ def peaks(rank: int, ids: Tensor, small: Path, folder: Path, out: Path) -> dict[
     load_trainable(small, settings)  # what libraries take at first use is not the model's
     gc.collect()
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once, so that resident is what is held
+    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed memory is returned at once, so that resident is what is in use
     libc.malloc_trim(0)
-    found: dict[str, int] = {}
-    found["model"], model = peak_of(lambda: load_trainable(folder, settings))
-    found["teacher"], teacher = peak_of(lambda: SplitModel(folder, settings))
+    result: dict[str, int] = {}
+    result["model"], model = peak_of(lambda: load_trainable(folder, settings))
+    result["teacher"], teacher = peak_of(lambda: SplitModel(folder, settings))
     with closing(teacher), closing(TrainEngine(model, settings, 1)) as engine, torch.no_grad():
-        found["forward"], _ = peak_of(lambda: (engine.model(ids), teacher.model(ids)))
+        result["forward"], _ = peak_of(lambda: (engine.model(ids), teacher.model(ids)))
 
         def write() -> None:
             if rank == 0:
@@ -151,13 +152,13 @@ def peaks(rank: int, ids: Tensor, small: Path, folder: Path, out: Path) -> dict[
             else:
                 assert not list(engine.tensors())
 
-        found["writing"], _ = peak_of(write)
-    return found
+        result["writing"], _ = peak_of(write)
+    return result
 
 
 @pytest.mark.extended
 def test_no_worker_ever_holds_a_whole_model(on_both: Any, tiny_model: Any, tmp_path: Path) -> None:
-    """A worker's half, of the model and of its teacher, and a few tensors beside it, the largest of them 7% of it."""
+    """A worker's half, of the model and of its teacher, and a few other tensors, the largest of them 7% of it."""
     shape: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 5, "vocab_size": 4000}
     config = LlamaConfig(**shape, num_attention_heads=12, tie_word_embeddings=False)
     checkpoint.save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path / "model")
@@ -165,10 +166,10 @@ def test_no_worker_ever_holds_a_whole_model(on_both: Any, tiny_model: Any, tmp_p
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert size > 150e6
     ids = torch.randint(0, 4000, (1, 8))
-    found = on_both(tmp_path / "split", peaks, ids, *(tmp_path / name for name in ("small", "model", "out")))
-    for of_worker in found:
+    result = on_both(tmp_path / "split", peaks, ids, *(tmp_path / name for name in ("small", "model", "out")))
+    for of_worker in result:
         for what, grown in of_worker.items():
-            assert grown < (0.7 if what in ("model", "teacher") else 0.4) * size, (what, grown / size, found)
+            assert grown < (0.7 if what in ("model", "teacher") else 0.4) * size, (what, grown / size, result)
     first, second = (checkpoint.load(tmp_path / name).state_dict() for name in ("model", "out"))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 5

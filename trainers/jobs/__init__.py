@@ -1,4 +1,4 @@
 """Training jobs.
 
-What one is, how it is run and goes on after a kill, and the Ray Train worker that takes it.
+Their definition, running and resuming them, and the Ray Train worker that runs them.
 """

@@ -10,14 +10,14 @@ from typing import Any
 from urllib.parse import urlparse
 
 NATIVE = ("s3", "gs", "gcs", "hdfs", "abfs", "abfss", "file")
-"""What pyarrow serves by itself; other kinds need their own fsspec package."""
+"""File systems that pyarrow supports itself; other kinds need their own fsspec package."""
 
 CHECKPOINT_INDEX = "checkpoints.json"
 """The index of a run's training checkpoints, see `trainers.jobs.checkpoints`."""
 
 
 def below(address: str, path: str) -> str:
-    """Return the address of what lies at `path` below another one; its query stays behind."""
+    """Return the address of `path` below another one, without the query of that one."""
     base, mark, query = address.partition("?")
     return f"{base.rstrip('/')}/{path}{mark}{query}"
 

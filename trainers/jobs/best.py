@@ -2,9 +2,9 @@
 
 `<out_dir>` if the last step is the best.
 
-Each report names the best step so far and where its weights lie. What the report of a kept training
-checkpoint names is there as long as the checkpoint, so a job that goes on from one ends with the
-same best as one never stopped.
+Each report names the best step and the address of its weights. The weights that the report of a
+stored training checkpoint names exist as long as the checkpoint, so a resumed job ends with the
+same best step as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from attention.io import checkpoint
 
 BEST_KEYS = ("best_step", "best_loss", "best_kl", "best_dir")
-"""In a report: the best step so far, its held-out loss and KL (nats a token), where its weights
-lie."""
+"""In a report: the best step, its held-out loss and KL (nats per token), and the address of its
+weights."""
 
 
 def best_folder(out_dir: str, step: int) -> str:
-    """Return the folder of the weights of `step`, while they are the best so far."""
+    """Return the folder of the weights of `step`, while they are the best."""
     return f"{out_dir}.best/step-{step:06d}"
 
 
 def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
-    """Whether the best weights that a report names are as they were written.
+    """Whether the best weights that a report names are unchanged since they were written.
 
     Those in `out_dir` can be made again.
     """

@@ -11,7 +11,7 @@ from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.link import Link
 
 LOOK_SECONDS = 1.0
-"""How often the workers look together, about."""
+"""Approximate time between two synchronised checks of the workers."""
 _MOST_STEPS = 1000
 """Between two looks."""
 
@@ -19,8 +19,8 @@ _MOST_STEPS = 1000
 class CheckpointTimer:
     """The clock of rank 0, and what any worker knows of its node, looked at by all together.
 
-    A look takes a collective operation, which is a part of a short step: so it is made about once
-    a second, after a number of steps that rank 0 has counted out at the look before.
+    A check is a collective operation, which takes a noticeable part of a short step. It runs about
+    once per second, after a number of steps that rank 0 has computed at the previous check.
 
     Args:
         minutes: After which a checkpoint is due; None: never by the clock.

@@ -1,7 +1,7 @@
 """The training checkpoints of one run, with digests and reports.
 
-    <place>/<run_name>/checkpoints.json     reports so far; checkpoints that are kept, oldest first
-    <place>/<run_name>/checkpoint_000024/   what all workers wrote at step 24
+    <place>/<run_name>/checkpoints.json     the reports; checkpoints that are kept, oldest first
+    <place>/<run_name>/checkpoint_000024/   files of all workers at step 24
 
 `checkpoints.json` names a checkpoint only once all of it is there, and is replaced as a whole, so
 that a kill at any moment leaves the checkpoints before. One whose files have changed since is
@@ -9,10 +9,11 @@ passed over for the one before it.
 
 The place is a folder that every node sees, or an address (s3://...). Every worker writes its own
 files to the scratch folder of its node (TMPDIR), and a thread computes their digests and copies
-them to the place: training goes on meanwhile, unless a report names the checkpoint or another one
-is to be saved. In a folder they lie in a hidden one until all of them are there, which is then
-renamed. Where the scratch folder has no room, or is on the same disk as the place, they are written
-to the place at once. What is read from an address, is read once a node, by its workers together.
+them to the place: training continues meanwhile, unless a report names the checkpoint or another one
+is to be saved. In a folder the files are written to a hidden one, which is renamed once all are
+complete. Where the scratch folder has no room, or is on the same disk as the place, files are
+written to the place directly. Files at an address are downloaded once per node, by its workers
+together.
 
 Legend: W workers; all of them make every call together, each with its own rank.
 """
@@ -51,7 +52,7 @@ from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
 
-KEEP = 2  # the newest, and one before it in case the newest is damaged, see `_kept`
+KEEP = 2  # the newest, and one before it in case the newest is damaged, see `_to_keep`
 _SPARE = 1 << 30
 """Bytes that stay free on a node's own disk while a checkpoint is there."""
 
@@ -71,7 +72,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class _Sending:
-    """A checkpoint on its way to its place: this worker's part of it.
+    """A checkpoint that is being copied: this worker's part of it.
 
     Attributes:
         done: The digests of its files.
@@ -132,7 +133,7 @@ class CheckpointStore:
         return cls(job.storage_path, job.run_name, rank, world_size, job.checkpoint_address)
 
     def of_run(self, run_name: str) -> CheckpointStore:
-        """Return the store of another run beside this one."""
+        """Return the store of another run in the same place."""
         return CheckpointStore(
             str(self.named.parent), run_name, self.rank, self.world_size, self._address
         )
@@ -156,8 +157,8 @@ class CheckpointStore:
     ) -> None:
         """Save what `write(folder)` of every worker writes as the checkpoint of `step`.
 
-        One with a report is there when this returns, and one that needs no copy. Any other is on
-        its way: see `settle`.
+        A checkpoint with a report is complete when this returns, and one that needs no copy. Any
+        other is still being copied: see `settle`.
 
         Args:
             step: The step.
@@ -166,7 +167,7 @@ class CheckpointStore:
                 milestones.
         """
         self.settle()
-        if not self._token:  # what a killed start has left has another one
+        if not self._token:  # files of a killed start have another token
             self._token = gather_objects(uuid.uuid4().hex[:8], self.world_size)[0]
         name = f"checkpoint_{step:06d}"
         if report is not None:
@@ -187,14 +188,14 @@ class CheckpointStore:
             self.settle()
 
     def advance(self) -> None:
-        """Between two steps: enter the checkpoint on its way, if all its files have come."""
+        """Between two steps: register the checkpoint that is being copied, if it is complete."""
         if self._sending is not None and all(
             gather_objects(self._sending.done.done(), self.world_size)
         ):
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is on its way.
+        """Wait for the checkpoint that is being copied.
 
         One that did not arrive is reported and left out.
 
@@ -265,14 +266,14 @@ class CheckpointStore:
 
     def _has_room(self) -> bool:
         """Whether this node's own disk is another than that of the place, with room to spare."""
-        own = Path(tempfile.gettempdir())
+        scratch = Path(tempfile.gettempdir())
         self.root.mkdir(parents=True, exist_ok=True)
-        if not _on_different_disks(own, self.root):
+        if not _on_different_disks(scratch, self.root):
             return False
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # Rank 0 may write the weights besides its share of the optimiser's state
+        # Rank 0 may write the weights in addition to its share of the optimiser's state
         share = (self.expected_bytes or 0) * min(1.0, (on_node + 1) / self.world_size)
-        return shutil.disk_usage(own).free > share + _SPARE
+        return shutil.disk_usage(scratch).free > share + _SPARE
 
     def _send(self, scratch: Path, name: str) -> dict[str, str]:
         """Bring this worker's files to the place; returns their digests."""
@@ -320,17 +321,17 @@ class CheckpointStore:
                 *([report] if report is not None else []),
             ]
             before = [k for k in checkpoints if k.step < entry.step]
-            checkpoints = _kept(before, whole, {r["step"] for r in reports})
+            checkpoints = _to_keep(before, whole, {r["step"] for r in reports})
             self._write(checkpoints, reports)
             self._remove_all_but({k.name for k in checkpoints})
-        gather_objects(None, self.world_size)  # nobody goes on before the index says so
+        gather_objects(None, self.world_size)  # all wait until the index has been written
 
     # ---- reading -------------------------------------------------------------------------------
 
     def newest_whole(self) -> tuple[SavedCheckpoint | None, list[dict[str, Any]], list[str]]:
         """Return the newest undamaged checkpoint, the reports up to it, and newer damage."""
-        for left in self._scratch.glob(f".*-{self.rank}"):  # by a worker that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in self._scratch.glob(f".*-{self.rank}"):  # by a worker that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         self._remove_empty_scratch()
         checkpoints, reports = gather_objects(
             self.read() if self.rank == 0 else None, self.world_size
@@ -364,7 +365,7 @@ class CheckpointStore:
         )
 
     def folder(self, checkpoint: SavedCheckpoint) -> Path:
-        """Where a checkpoint lies; that of an address once `damage` has looked, until `release`."""
+        """Return the folder of a checkpoint; that of an address from `damage` until `release`."""
         return (self._scratch if self.remote else self.root) / checkpoint.name
 
     def release(self) -> None:
@@ -375,7 +376,7 @@ class CheckpointStore:
         gather_objects(None, self.world_size)
 
     def keep_only(self, name: str | None) -> None:
-        """Of a run that has ended: remove all checkpoints but one, or all of them.
+        """For a run that has ended: remove all checkpoints but one, or all of them.
 
         The reports stay.
         """
@@ -428,7 +429,7 @@ class CheckpointStore:
                 self.files.delete_dir(folder)
 
 
-def _kept(
+def _to_keep(
     before: list[SavedCheckpoint], newest: SavedCheckpoint, reported: set[int]
 ) -> list[SavedCheckpoint]:
     """Return what stays: the newest, and that of the last report, else the one before it."""
@@ -443,7 +444,7 @@ def _on_different_disks(one: Path, other: Path) -> bool:
 
 
 def is_saved(path: str, address: str | None) -> bool:
-    """Whether the checkpoint of a report is still there.
+    """Whether the checkpoint of a report still exists.
 
     Args:
         address: That of the job which has reported.
@@ -456,5 +457,5 @@ def is_saved(path: str, address: str | None) -> bool:
 
 
 def reports_of(job: TrainJob) -> list[dict[str, Any]]:
-    """Return what a job has reported so far, each milestone once."""
+    """Return the reports of a job, each milestone once."""
     return CheckpointStore.of(job).read()[1]

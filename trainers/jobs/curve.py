@@ -1,10 +1,10 @@
 """The course of a training while it runs.
 
-A line of JSON every few seconds, which the driver shows in MLflow, and whose speed whoever wants
-the job done shows (`trainers.jobs.link.Link`).
+One line of JSON every few seconds, which the driver shows in MLflow; the client of the job shows
+its speed (`trainers.jobs.link.Link`).
 
-Only rank 0 writes. A training that was killed goes on from a checkpoint and repeats steps: of a
-step the last line counts.
+Only rank 0 writes. A training that was killed resumes from a checkpoint and repeats steps: the last
+line of a step is valid.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Curve:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run by rising step; one that a kill has cut short is left out."""
+    """Return the lines of a run by rising step, without one that a kill has truncated."""
     lines: dict[int, dict[str, Any]] = {}
     file = folder / _NAME
     for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
@@ -98,7 +98,7 @@ class CurveReader:
         self._offset = 0
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """Return the whole lines that are new; what cannot be read is left out."""
+        """Return the new complete lines, without those that cannot be read."""
         lines: list[dict[str, Any]] = []
         with contextlib.suppress(FileNotFoundError), self._file.open("rb") as stream:
             if stream.seek(0, os.SEEK_END) < self._offset:  # another file
@@ -114,7 +114,7 @@ class CurveReader:
 
 
 def node_use() -> dict[str, float]:
-    """Of the node of this process.
+    """Measure the node of this process.
 
     CPU in percent of all, memory in MB, and that of the process's GPU.
     """

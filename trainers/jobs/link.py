@@ -1,4 +1,4 @@
-"""A worker's way to the process that wants a job done."""
+"""A worker's connection to the client of a job."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from trainers.jobs.train_job import TrainJob
 
 
 class Link(Protocol):
-    """What a worker knows of the world.
+    """Interface of a worker to the outside.
 
     `report` is called by all workers together with rank 0's numbers, after each milestone but also
-    for those that an earlier start of the job has measured; it says whether to go on.
+    for those that an earlier start of the job has measured; it returns whether to continue.
     """
 
     rank: int

@@ -2,8 +2,8 @@
 
 Half the micro-batch with more accumulation, once, and the report says so.
 
-The batch of a step, and so the training, stays what it is. A note beside the job's `out_dir` keeps
-a job that is started again from running out of memory first.
+The batch of a step, and so the training, does not change. A note next to the job's `out_dir` makes
+a restarted job begin with the smaller micro-batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class JobOutOfMemoryError(RuntimeError):
 class MicroBatchLoweredError(RuntimeError):
     """One of several workers ran out of memory.
 
-    Started again, they go on with a smaller micro-batch.
+    After a restart they continue with a smaller micro-batch.
     """
 
 
@@ -42,7 +42,7 @@ def lowered(settings: TrainSettings) -> TrainSettings | None:
 
 
 def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
-    """Have the job go on with a smaller micro-batch from its next start on.
+    """Make the job use a smaller micro-batch from its next start on.
 
     Args:
         already: Whether it did so before.

@@ -1,4 +1,4 @@
-"""What a worker of Ray Train reports: reports, with where a checkpoint lies, and gauges."""
+"""The reports of a Ray Train worker: numbers, with the address of a checkpoint, and gauges."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ WORKER_GAUGES = {
         "Share of the GPUs' peak that a training uses, 0 to 1; for GPUs of a known peak",
     ),
 }
-"""What Ray's metrics show of a line of a job's curve: name and description, by key. They are
-labelled by search (the name of its folder) and trial (that of the run); Ray exports them as
-`ray_` and the name, from the node of rank 0."""
+"""The gauges of a line of a job's curve in Ray's metrics: name and description, by key. They are
+labelled by search (the name of its folder) and trial (that of the run); Ray exports them as `ray_`
+and the name, from the node of rank 0."""
 
 
 class RayLink:
@@ -82,9 +82,9 @@ class RayLink:
     def _pointer(self, metrics: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield what `ray.train.report` is given of a checkpoint, by rank 0 alone.
 
-        A small file that says where it lies. Ray keeps the newest; checkpoints themselves are kept
-        and removed by their own index (`trainers.jobs.checkpoints`), which also knows those between
-        two reports, and which of them are damaged.
+        A small file with its address. Ray keeps the newest; checkpoints themselves are kept and
+        removed by their own index (`trainers.jobs.checkpoints`), which also knows those between two
+        reports, and which of them are damaged.
         """
         if self.rank != 0:
             yield {}
@@ -92,7 +92,7 @@ class RayLink:
         with tempfile.TemporaryDirectory() as folder:
             where = {key: metrics.get(key) for key in ("checkpoint_path", "step")}
             (Path(folder) / POINTER).write_text(json.dumps(where))
-            # Of its own, also when said once more.
+            # A separate folder, also for a repeated report.
             name = f"reported_{metrics['step']:06d}-{uuid.uuid4().hex[:8]}"
             yield {
                 "checkpoint": ray.train.Checkpoint.from_directory(folder),

@@ -1,4 +1,4 @@
-"""Carrying out a training job on one of its workers, whoever has started them.
+"""Run a training job on one of its workers, for any kind of client.
 
 All workers run the same code side by side in one process group.
 """
@@ -27,9 +27,9 @@ from trainers.out_of_memory import free_memory, is_out_of_memory
 
 
 def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
-    """Carry out a job, or what is left of it.
+    """Run a job, or the remaining part of it.
 
-    Out of memory, the job goes on with a smaller micro-batch, once; the report then has `notes`
+    Out of memory, the job continues with a smaller micro-batch, once; the report then has `notes`
     that say so.
 
     Returns:
@@ -56,7 +56,7 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
 
 
 def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
-    # Here, and not above: who only asks for a job has no need to load DeepSpeed.
+    # Imported here, since clients that only request a job need not load DeepSpeed.
     from trainers.engine import TrainEngine
     from trainers.relaxing import relax
     from trainers.zero import load_trainable
@@ -106,7 +106,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
 def _decays_everything(
     job: TrainJob, store: CheckpointStore, newest: SavedCheckpoint | None
 ) -> bool:
-    """Whether weight decay is on all parameters, as where the job goes on from."""
+    """Whether weight decay is on all parameters, as in the checkpoint that the job resumes from."""
     if newest is not None:
         return decays_everything(store.text(str(store.named / newest.name), LAYOUT))
     if job.resume_from is None:
@@ -121,7 +121,7 @@ def _ended_before(
     """Report again what earlier starts of the job have measured.
 
     Returns:
-        How the job ended if nothing is left to do, else None.
+        The final report if no work remains, else None.
     """
     last = job.milestones[-1]
     for report in reports:
@@ -137,7 +137,7 @@ def _ended_before(
 
 
 def _is_written(job: TrainJob, report: dict[str, Any]) -> bool:
-    """Whether the finished weights are there as they were reported."""
+    """Whether the final weights exist as reported."""
     try:
         return checkpoint.weights_digest(job.out_dir) == report.get("weights_digest")
     except (OSError, ValueError):

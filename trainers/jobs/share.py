@@ -26,7 +26,7 @@ KEEP_BELOW = 500_000_000
 
 
 class WorkerShare:
-    """What one worker has of a job that is trained with `settings`.
+    """The part of one worker in a job that is trained with `settings`.
 
     `seconds`: of work, up to the last `lap`.
     """
@@ -51,7 +51,7 @@ class WorkerShare:
 
     @property
     def positions(self) -> Callable[[Tensor], Tensor] | None:
-        """Return how positions are counted where documents are kept apart; None elsewhere."""
+        """Return the position function where documents are kept apart; None elsewhere."""
         if not self.settings.document_mask:
             return None
         from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
@@ -127,14 +127,14 @@ def frozen_model(
 def _whole_teacher(folder: str, settings: TrainSettings, device: torch.device) -> Any:
     # Read again when one of its files has changed
     stamp = max((file.stat().st_mtime_ns for file in Path(folder).glob("*")), default=0)
-    teacher = _kept(folder, stamp, settings.dtype, device)
+    teacher = _cached_teacher(folder, stamp, settings.dtype, device)
     if sum(p.numel() for p in teacher.parameters()) > KEEP_BELOW:
-        _kept.cache_clear()
+        _cached_teacher.cache_clear()
     return teacher
 
 
 @lru_cache(maxsize=1)
-def _kept(folder: str, stamp: int, dtype: str, device: torch.device) -> Any:
+def _cached_teacher(folder: str, stamp: int, dtype: str, device: torch.device) -> Any:
     """Shared by the jobs of a process, which only read it."""
     teacher: Any = checkpoint.load(folder, DTYPES[dtype])
     return teacher.to(device).requires_grad_(False)

@@ -1,9 +1,9 @@
 """The notice of a cloud that it takes a machine away, turned into a drain of the Ray node.
 
-Ray reads no such notice itself. So one worker on each node of a training asks the metadata server
-of its machine every other second; there is nothing to start on the nodes, and no process that would
-keep an idle one. At a notice the workers save a checkpoint, and Ray is told to drain the node with
-the time that is left: nothing new is placed there, and the loss of it counts as no failure.
+Ray reads no such notice itself. So one worker on each node of a training polls the metadata server
+of its machine every other second; this starts nothing on the nodes, and no process that would keep
+an idle one alive. At a notice the workers save a checkpoint, and Ray is requested to drain the node
+within the remaining time: nothing new is placed there, and its loss does not count as a failure.
 
 Kubernetes gives its notice to a hook of the container instead (preStop), within the pod's
 `terminationGracePeriodSeconds`: `python -m trainers.jobs.spot_notices --seconds 100`.
@@ -101,7 +101,7 @@ def gce_notice() -> Notice | None:
 def azure_notice() -> Notice | None:
     """Ask Azure's metadata service for scheduled events of this machine.
 
-    HEADFOLD_AZURE_METADATA is another address of it; Azure has no variable of its own for that.
+    HEADFOLD_AZURE_METADATA is another address of it, since Azure has no variable for that.
 
     Raises:
         OSError: Where there is none.
@@ -173,13 +173,13 @@ class NoticeWatch:
             with contextlib.suppress(*_NO_ANSWER):  # it may be away for a while
                 notice = ask()
             if notice is not None:
-                self.seen.set()  # first: workers save what they have while Ray is told
+                self.seen.set()  # first, so that workers save their state during the call of Ray
                 self._on_notice(notice)
                 return
             time.sleep(POLL_SECONDS)
 
     def _cloud(self) -> Callable[[], Notice | None] | None:
-        """Return who can be asked about this machine; None outside of the clouds."""
+        """Return the metadata service of this machine; None outside of the clouds."""
         for attempt in range(_TRIES):
             for ask in CLOUDS.values():
                 with contextlib.suppress(*_NO_ANSWER):
@@ -191,7 +191,7 @@ class NoticeWatch:
 
 
 def drain_node(notice: Notice, address: str | None = None, node_id: str | None = None) -> bool:
-    """Tell Ray that a node is about to be taken away, by its command line.
+    """Request Ray to drain a node, by its command line.
 
     Args:
         notice: Why, and when.
@@ -199,7 +199,7 @@ def drain_node(notice: Notice, address: str | None = None, node_id: str | None =
         node_id: Of the node; None: this machine's.
 
     Returns:
-        Whether Ray was told.
+        Whether the request succeeded.
     """
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray) if ray.exists() else "ray", "drain-node"]
@@ -238,7 +238,7 @@ def leave_container() -> int:
 
 
 def _trains_here() -> bool:
-    """Whether a training's worker runs in this container; an idle one is let go at once."""
+    """Whether a training's worker runs in this container; an idle one is released at once."""
     titles = (" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
     return any("ray::RayTrainWorker" in title for title in titles)
 

@@ -1,8 +1,8 @@
-"""A teacher's predictions for a token set, kept on disk: the likeliest tokens of each position.
+"""A teacher's predictions for a token set, stored on disk: the likeliest tokens of each position.
 
-They are made once for a token set, a teacher and a k, by whichever trainings come first, and lie
-beside the token set for all that follow, which then load no teacher. What is kept of a position are
-the k largest log-probabilities and the probability that the other tokens have together.
+They are computed once for a token set, a teacher and a k, by the first training that needs them,
+and stored next to the token set for all later ones, which then load no teacher. Stored for each
+position are the k largest log-probabilities and the joint probability of the other tokens.
 
     00000.safetensors ...   `indices` `[S, T - 1, k]`, `log_probabilities` `[S, T - 1, k]`,
                             `log_rest` `[S, T - 1]`
@@ -49,7 +49,7 @@ class StoredTeacher:
     """The predictions of a teacher for the sequences of a stream's last batch, from disk.
 
     Attributes:
-        digest: Of all that is kept.
+        digest: Of all stored data.
     """
 
     def __init__(self, folder: Path, stream: BatchStream) -> None:
@@ -61,14 +61,14 @@ class StoredTeacher:
         self._stream = stream
 
     def __call__(self, ids: Tensor) -> Final:
-        """Return what `trainers.losses.stored_kl` takes, in the place of logits.
+        """Return the input of `trainers.losses.stored_kl`, which replaces logits.
 
         Args:
             ids: Sequences `[B, T]` of the stream's last batch.
         """
         rows = self._stream.rows_of(ids)
         packed = torch.stack([self._read(row) for row in rows]).to(ids.device)
-        # Behind the last token there is nothing to predict
+        # The last token has no next token to predict
         states = torch.nn.functional.pad(packed, (0, 0, 0, 1))
         return Final(states, lambda states: states, self._vocabulary)
 
@@ -173,14 +173,16 @@ class _Writer:
         reached = final(self._teacher, ids)
         length = ids.shape[1] - 1
         states = reached.states[:, :-1].flatten(0, 1)
-        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        chunks: list[tuple[Tensor, Tensor, Tensor]] = []
         for chunk in states.split(positions_at_once(self._vocabulary)):
             logits = reached.head(chunk).float()
             everything = logits.log_softmax(-1)
             largest, indices = everything.topk(self._k, dim=-1)
             rest = everything.scatter(-1, indices, -torch.inf).logsumexp(-1)
-            kept.append((indices, largest, rest))
-        indices, largest, rest = (torch.cat(kind).cpu().numpy() for kind in zip(*kept, strict=True))
+            chunks.append((indices, largest, rest))
+        indices, largest, rest = (
+            torch.cat(kind).cpu().numpy() for kind in zip(*chunks, strict=True)
+        )
         index_type = np.uint16 if self._vocabulary <= 2**16 else np.uint32
         value_type = np.float32 if self._exact else np.float16
         for row in range(len(rows)):

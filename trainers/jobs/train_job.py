@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What to train, on what, for how long, and where the results go.
+    """A training: its model, text, length, and output.
 
     `seed` orders the data. `storage_path` and `out_dir` must be absolute.
 
@@ -27,9 +27,9 @@ class TrainJob:
     that the rate of a step depends on the job alone.
 
     A checkpoint is kept at each milestone; in between every `checkpoint_steps` steps, and once
-    `checkpoint_minutes` have gone by since the last one (None: not). With `settings.min_workers`
-    workers come and go while it runs: each time it goes on from its newest checkpoint, on as many
-    as there are.
+    `checkpoint_minutes` have passed since the last one (None: never). With `settings.min_workers`
+    the number of workers may change while it runs: each time it resumes from its newest checkpoint,
+    on the workers that are available.
 
     `accelerator_type`, `placement_strategy`: where its workers run (`trainers.settings.Shape`).
 
@@ -40,7 +40,7 @@ class TrainJob:
         milestones: Steps, counted from the beginning of the training, after which the held-out loss
             is measured and reported with a checkpoint; the last one ends the job.
         total_steps: The step at which the learning-rate schedule ends (None: the last milestone).
-        schedule_offset: The schedule's steps before step 0, for a job that goes on behind the
+        schedule_offset: The schedule's steps before step 0, for a job that continues after the
             relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms
             up, with this job.
         first_sequence: Of the training data, for a job that reads on where an earlier one has
@@ -53,7 +53,7 @@ class TrainJob:
             `best_dir`.
         relaxation: A stage before all this: from `model_dir`, which is not converted yet, to a
             collapsed checkpoint (in the reports: `relaxed_dir`), where the training then starts.
-        checkpoint_address: Where its training checkpoints lie (s3://...), below its `run_name`;
+        checkpoint_address: Address of its training checkpoints (s3://...), below its `run_name`;
             None: `storage_path`.
     """
 
@@ -155,7 +155,7 @@ class TrainJob:
 
     @property
     def relaxation_settings(self) -> TrainSettings:
-        """How the relaxation stage is trained.
+        """Settings of the training in the relaxation stage.
 
         Always all weights, since it changes what the heads are.
         """

@@ -59,7 +59,7 @@ class WorkerTraining(WorkerShare):
         self.train_seconds = 0.0
         self.steps = 0
         if relaxed is not None:
-            # Go on reading where the relaxation stopped.
+            # Continue reading where the relaxation stopped.
             self.stream.load_state_dict(relaxed.position)
             self.earlier_tokens = relaxed.tokens
             self.seconds = relaxed.seconds
@@ -83,7 +83,7 @@ class WorkerTraining(WorkerShare):
             reports: Of the milestones before.
 
         Returns:
-            What `run_job` does.
+            The result of `run_job`.
         """
         job = self.job
         last = self.job.milestones[-1]
@@ -140,7 +140,7 @@ class WorkerTraining(WorkerShare):
         )
 
     def _begin(self, newest: SavedCheckpoint | None) -> int:
-        """Return the step to go on from."""
+        """Return the step to resume from."""
         if newest is not None:
             start = self.resume(self.store.folder(newest))
             self.store.release()
@@ -152,7 +152,7 @@ class WorkerTraining(WorkerShare):
         return 0
 
     def resume(self, folder: Path, earlier_job: bool = False) -> int:
-        """Return the step to go on from.
+        """Return the step to resume from.
 
         That of this run's checkpoint, or of an earlier job's (`resume_from`).
         """
@@ -259,7 +259,7 @@ class WorkerTraining(WorkerShare):
         dist.barrier()
 
     def _keep_if_best(self, metrics: dict[str, Any], last: bool) -> None:
-        """Write the weights if none were better so far, and note the best in the report."""
+        """Write the weights if they are the best, and name the best step in the report."""
         best_so_far = {key: self.metrics[key] for key in best.BEST_KEYS if key in self.metrics}
         step = metrics["step"]
         # Never with NaN; of equal steps the earlier one stays.
@@ -268,7 +268,7 @@ class WorkerTraining(WorkerShare):
             best_so_far = dict(
                 zip(best.BEST_KEYS, (step, metrics["loss"], metrics["kl"], out), strict=True)
             )
-            if not last:  # the finished weights are written in any case
+            if not last:  # the final weights are written in any case
                 self._write(out)
         metrics |= best_so_far
 

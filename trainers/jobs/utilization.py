@@ -1,10 +1,11 @@
-"""How much of a GPU's peak a training uses: model and hardware FLOPs utilization (MFU and HFU).
+"""Share of a GPU's peak that a training uses: model and hardware FLOPs utilization (MFU and HFU).
 
-MFU (Chowdhery 2022, PaLM, appendix B) counts the operations of the model itself, forward and back:
-6 for each trained parameter that is multiplied and token, 4 for each frozen one, and the products
-of causal attention, half of a square. Of experts those count that a token is sent to; a table of
-embeddings is looked up, and counts where the head multiplies by it. HFU adds what is executed
-besides: the forward pass that activation checkpointing repeats, and the teacher's. Norms, the
+MFU (Chowdhery 2022, PaLM, appendix B) counts the operations of the model itself, forward and
+backward: 6 for each trained parameter that is multiplied and token, 4 for each frozen one, and the
+products of causal attention, half of a square. Only the experts that a token is routed to count; a
+table of embeddings is a lookup, and counts where the head multiplies by it. HFU adds the repeated
+or additional forward passes: that of activation checkpointing, and the teacher's. Norms, the
+softmax, losses and the optimizer are left out of both.
 softmax, losses and the optimizer are left out of both.
 """
 

@@ -1,7 +1,7 @@
 """Ray Train: training jobs on workers that may die and come back.
 
-A job has workers of its own (`run_training`), or is one of many that a group of a worker pool
-carries out one after the other (`serve_pool`): processes, imports and placement are paid for once.
+A job has separate workers (`run_training`), or is one of many that a group of a worker pool runs
+one after the other (`serve_pool`): processes, imports and placement are paid for once.
 
 Ray Train's controllers and the worker pool import this module too, and train nothing: what only
 workers need (transformers, DeepSpeed: 5 s and 250 MB a process) is imported by the functions that
@@ -50,12 +50,12 @@ __all__ = [
 ]
 
 RESIZE_SECONDS = 600.0
-"""How often a job whose number of workers may grow does, where its checkpoints do not tell: it goes
-on from the newest one, so that growing costs what lies behind that."""
+"""Time between two checkpoints of a job whose number of workers may grow, where no setting gives
+it: the job resumes from the newest one, so that growing costs the steps since then."""
 
 
 def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
-    """Carry out a job on Ray Train workers of its own; returns the report of the last milestone.
+    """Run a job on separate Ray Train workers; return the report of the last milestone.
 
     At each milestone rank 0 reports loss, kl (None where nothing is distilled), step, tokens,
     train_loss (mean since the last milestone), tokens_per_second (of training alone), seconds (of
@@ -112,11 +112,12 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
     Workers of a shape take jobs from the pool's actor until it has no more.
 
     `pool.next(group, rank, number, worker)` gives job `number` as JSON, or None to end;
-    `pool.report(group, metrics, last)` takes rank 0's milestones and returns whether to go on;
-    `pool.finished(group, rank, ended)` what `run_job` returned, or {"failed"} with the traceback.
+    `pool.report(group, metrics, last)` takes rank 0's milestones and returns whether to continue;
+    `pool.finished(group, rank, ended)` takes the result of `run_job`, or {"failed"} with the
+    traceback.
 
     Returns:
-        When all workers have ended; raises when one has died, or failed beside others.
+        Returns when all workers have ended; raises when one has died, or failed unlike others.
     """
     entry = {"pool": pool, "group": group, "device": shape.device}
     _trainer(_serve, entry, shape, group, storage_path, 0, preemptions=0).fit()
@@ -128,7 +129,7 @@ def call_on_workers(
     """Call a function on new workers, joined in a process group as those of a training are.
 
     Returns:
-        What the function has returned on rank 0.
+        The result of the function on rank 0.
 
     Raises:
         RayTrainError: When a worker has failed; it is not started again.
@@ -152,8 +153,8 @@ def _trainer(
 ) -> TorchTrainer:
     """`max_failures`, `preemptions`.
 
-    How often the workers may fail, or lose a node that is taken away, and start again (-1: without
-    end). Those of a pool's group never do: the pool would not know them.
+    Number of times that the workers may fail, or lose a node that is taken away, and start again
+    (-1: without limit). Those of a pool's group never restart: the pool would not recognise them.
 
     Args:
         resize_seconds: How often more workers may take the place of fewer.

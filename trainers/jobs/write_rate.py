@@ -1,7 +1,7 @@
-"""How fast the place of the training checkpoints takes them, measured before a training.
+"""Write speed at the place of the training checkpoints, measured before a training.
 
-All workers write at the same time, as they do with a checkpoint: a second or so, and only where a
-checkpoint is large enough to matter. The result lies beside the run's curve, for whoever shows it.
+All workers write at the same time, as they do with a checkpoint: for a second or so, and only where
+a checkpoint is large enough to matter. The result is stored next to the run's curve.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LARGE = 1 << 30
 _NAME = "write_rate.json"
 _PROBES = tuple(mebibytes << 20 for mebibytes in (1, 4, 16, 64))
 _ENOUGH_SECONDS = 0.3
-"""Of one probe, after which no larger one is written."""
+"""Longest time of one probe, after which no larger one is written."""
 _SHARE = 0.1
-"""Of the time of a training; more than that for checkpoints is said."""
+"""Share of a training's time above which the time of checkpoints is reported."""
 
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """What the checkpoints of a training take.
+    """The time that the checkpoints of a training take.
 
     Attributes:
         checkpoint_bytes: Of one, all workers together.
@@ -58,7 +58,7 @@ class CheckpointCost:
 
     @property
     def warning(self) -> str | None:
-        """What to do where checkpoints take more than a tenth of the time; None where not."""
+        """Advice where checkpoints take more than a tenth of the time; None elsewhere."""
         if self.minutes is None or self.seconds <= _SHARE * 60 * self.minutes:
             return None
         return (
@@ -117,7 +117,7 @@ def decimal_bytes(count: float) -> str:
 
 
 def _rate(store: CheckpointStore) -> float | None:
-    """Bytes a second that this worker writes."""
+    """Return the bytes per second that this worker writes."""
     file = str(store.root / f".probe-{store.rank}")
     rate: float | None = None
     try:

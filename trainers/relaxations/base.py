@@ -1,4 +1,4 @@
-"""What every relaxation is made of.
+"""Base classes of all relaxations.
 
 Projections that hold the original heads, learned numbers, and the protocol.
 
@@ -75,14 +75,14 @@ class HeadProjection(nn.Linear):
         return self.source()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return one head per group in place of the present heads, in float32.
+        """Return one head per group, instead of the present heads, in float32.
 
         `weight` and `bias` are as `source` gives them.
         """
         raise NotImplementedError
 
     def source(self) -> tuple[Tensor, Tensor | None]:
-        """Return the heads held, `[S, d, D]` and `[S, d]`.
+        """Return the stored heads, `[S, d, D]` and `[S, d]`.
 
         Inside the module's own call only, as ZeRO 3 has it.
         """
@@ -145,10 +145,10 @@ class Relaxation(nn.Module, ABC):
 
     @abstractmethod
     def remaining(self) -> float:
-        """Share of its way that is left.
+        """Return the share of the relaxation that remains.
 
-        1 at step 0, at most `UNFINISHED` where it came to its end. What collapsing changes grows
-        with it. All workers call it together.
+        1 at step 0, at most `UNFINISHED` where it has finished. The change by collapsing grows with
+        it. All workers call it together.
         """
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Relaxation(nn.Module, ABC):
 
     @abstractmethod
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Return the parameters with rates of their own; all others train at the model's."""
+        """Return the parameters with separate rates; all others train at the model's."""
 
     @torch.no_grad()
     def collapse(self) -> list[LayerHeads]:
@@ -193,7 +193,7 @@ class Relaxation(nn.Module, ABC):
 
 
 def coarser_groups(old: Sequence[int], new: Sequence[int], where: str) -> HeadGroups:
-    """Which kept heads of the map `old` each kept head of `new` is made of.
+    """Return the kept heads of the map `old` that each kept head of `new` consists of.
 
     (0,1,2,2), (0,0,1,1) -> ((0,1), (2,)).
 

@@ -13,7 +13,7 @@ Where the paper is **silent**:
 - the paper's constraint and rate close the masks in thousands of steps. With fewer, both are scaled
   up (`relaxation_knobs`): with the rate alone, masks that the loss needs in the first steps stay
   open for good;
-- a sample of the masks holds for a step, in all passes and on all workers.
+- one sample of the masks is used for a whole step, in all passes and on all workers.
 """
 
 from __future__ import annotations

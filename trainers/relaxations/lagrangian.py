@@ -10,8 +10,8 @@ Where the paper is **silent** or at odds with itself:
   the loss); its gradient is never negative, so it never falls;
 - the margin's warm-up k is a share of the steps; the default is Alg. 3's 200 of the 1,000 of
   section 5;
-- per-dimension coefficients scale rotary dims apart, as the paper has it: what is mixed are weights
-  before RoPE, so each mix is a projection like any other, and nothing needs to commute.
+- per-dimension coefficients scale rotary dims separately, as in the paper: the mixed tensors are
+  weights before RoPE, so each mix is a projection like any other, and nothing needs to commute.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class FusedProjection(HeadProjection):
         ).sum()
 
     def collapsed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One head a group.
+        """Return one head per group.
 
         Its heads mixed by their mean coefficients, sum_j diag(mean_h ω_hj) rows_j (App. B.2).
         """
@@ -175,7 +175,7 @@ class Lagrangian(Relaxation):
 
     `penalty` is the second term of Eq. 8. Nothing is random, so `generator` is not used.
 
-    The model may share heads already if the plan's groups are made of whole groups of its own
+    The model may already share heads if the plan's groups consist of whole groups of the model
     (stages 2x, 4x, 8x of App. B.2: relax, collapse, relax the result with the next plan). Raises
     PlanError for any other plan.
     """

@@ -4,22 +4,22 @@ Before a later head takes over an earlier head's Q, K and V weights, a penalty d
 together.
 
 Cao 2024, section on PostShare: the loss is that of the language model plus the squared distance of
-the selected pairs. An MLP block is shared, and drawn, as a head is. Legend: a *star* is an earlier
-block and the m later ones that are to use its weights; C its mean, D_i what lies between its i-th
-later block and the earlier one.
+the selected pairs. MLP blocks are shared and pulled like heads. Legend: a *star* is an earlier
+block and the m later ones that are to use its weights; C its mean, D_i the difference between its
+i-th later block and the earlier one.
 
 The earlier block is written as C - ΣD/(m + 1) and each later one as C + D_i - ΣD/(m + 1): the same
 weights, in coordinates in which the penalty is Σ‖D_i‖², a weight decay of the D_i. Both sides move,
 and the mean stays, as under the penalty's own gradient. Added to the loss under Adam the penalty's
-weight does nearly nothing, since Adam divides by it again: every weight moves by about the learning
-rate a step. AdamW's answer for weight decay (Loshchilov 2019, sec. 2: decoupled) is taken here too:
-each step takes `rate` of every difference away, apart from what Adam does for the language model's
-loss. Without the latter a share (1 - rate)^2n of the squared distance is left after n steps at the
+weight has almost no effect, since Adam divides by it again: every weight moves by about the
+learning rate per step. As AdamW does for weight decay (Loshchilov 2019, sec. 2: decoupled), each
+step here subtracts `rate` of every difference, separately from Adam's step for the language model's
+loss. Without the latter a share (1 - rate)^2n of the squared distance remains after n steps at the
 peak.
 
 Where the paper is **silent**: the strength of the pull; whether biases count (they belong to the
-head, and do); what the shared weight is where a distance is left (the mean C, which changes the
-weights least).
+head, and do); the shared weight where a distance remains (the mean C, which changes the weights
+least).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Block = tuple[int, int]  # layer, head
 
 
 def from_centre(apart: Tensor) -> Tensor:
-    """Return what a star's blocks have beside their mean, the earlier block first.
+    """Return the differences of a star's blocks from their mean, the earlier block first.
 
     D `[m, ...]` -> `[m + 1, ...]`, sum 0.
     """
@@ -68,9 +68,9 @@ class Star(Learned):
 
 
 class Beside:
-    """Adds to the output of one projection what its blocks have beside the shared weights.
+    """Adds to the output of one projection the differences of its blocks from the shared weights.
 
-    Where its blocks lie is a buffer of the projection, which moves with the model.
+    The index of its blocks is a buffer of the projection, which moves with the model.
 
     Args:
         projection: The projection whose hook it is.
@@ -162,8 +162,8 @@ def _part(site: SharedSite, plain: SharedSite) -> Iterator[Star]:
 class PullTogether(Relaxation):
     """PostShare's post-training, of a copy of `model`.
 
-    The shared model of `plan`, and beside it the differences, which shrink. Nothing is random, and
-    no schedule depends on `steps`.
+    The shared model of `plan`, plus the differences, which shrink. Nothing is random, and no
+    schedule depends on `steps`.
 
     `collapse` gives every head with the weights that it shares; MLP blocks are no heads:
     `collapsed_model` shares them. Raises PlanError if the plan shares nothing, or if the model or
@@ -202,7 +202,7 @@ class PullTogether(Relaxation):
         self._left: float | None = None
 
     def penalty(self, step: int) -> Tensor:
-        """Nothing: what the penalty would do is the groups' `shrink`."""
+        """Return nothing: the groups' `shrink` has the effect of the penalty."""
         return torch.zeros((), device=self.model.device)
 
     def finished(self) -> bool:
@@ -215,7 +215,7 @@ class PullTogether(Relaxation):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """distance: what is left of the squared distance of all pairs, 1 at step 0."""
+        """distance: the remaining share of the squared distance of all pairs, 1 at step 0."""
         stars: list[Any] = list(self.stars)
         now = torch.stack([star.distance() for star in stars]).sum()
         self._left = float(now / torch.stack([star.start.float() for star in stars]).sum())

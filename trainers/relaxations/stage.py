@@ -1,4 +1,4 @@
-"""What a relaxation stage is, as plain JSON, and the loss that it trains on."""
+"""A relaxation stage as plain JSON, and the loss that it trains on."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RelaxationSpec:
         settings: Of this training; None for those of the job.
         save_every: Steps between training checkpoints, which a killed run resumes from, of a job
             without `checkpoint_minutes`.
-        own_schedule: Each stage has a learning-rate schedule of its own, and so has what follows
-            (DHA, Table 4); else one spans all.
+        own_schedule: Each stage has a separate learning-rate schedule, and so has the training
+            after it (DHA, Table 4); else one spans all.
         regroup_steps: So many steps before each stage but the last say which heads of a group are
             fused first (`trainers.fusion_search`); 0: as `plans` have it.
     """
@@ -112,7 +112,7 @@ class RelaxationSpec:
             model: The model.
             stage: Number of the stage.
             seed: For random choices.
-            plan: The plan to reach, in place of the stage's.
+            plan: The plan to reach, instead of the stage's.
         """
         plan = plan or AttentionPlan.from_json(self.plans[stage])
         if not is_coarser(plan_of(model), plan):

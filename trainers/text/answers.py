@@ -76,8 +76,8 @@ class AnswerSpans(NamedTuple):
         begins = torch.zeros_like(ids, dtype=torch.bool)
         if ids.shape[1] > len(self.prompt):
             prompt = torch.tensor(self.prompt, device=ids.device, dtype=ids.dtype)
-            found = (ids.unfold(1, len(self.prompt), 1) == prompt).all(-1)
-            begins[:, len(self.prompt) :] = found[:, :-1]
+            prompt_starts = (ids.unfold(1, len(self.prompt), 1) == prompt).all(-1)
+            begins[:, len(self.prompt) :] = prompt_starts[:, :-1]
         ended = torch.zeros_like(begins)
         ended[:, 1:] = ids[:, :-1] == self.end
         last_begin = torch.where(begins, index, -1).cummax(1).values

@@ -40,9 +40,9 @@ Side = Literal["train", "held_out", "all"]
 
 Division = Literal["twentieth", "by_size", "whole"]
 """How a source is divided into sides. `twentieth`: by the md5 rule. `by_size`: the same, with more
-documents on the held-out side of local files that are too small for it. `whole`: not at all,
-since another source is for the other side; the built-in sources, whose held-out side is fixed,
-are divided by the md5 rule all the same."""
+documents on the held-out side of local files that are too small for it. `whole`: not at all, since
+another source is for the other side; the built-in sources, whose held-out side is fixed, are
+divided by the md5 rule all the same."""
 
 BUILTIN = "builtin"
 STDLIB = "stdlib"
@@ -156,7 +156,7 @@ def document_digest(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """One source, resolved: `fingerprint` changes when the text may have."""
+    """A resolved source: `fingerprint` changes when the text may have changed."""
 
     source: str
     kind: Literal["builtin", "stdlib", "files", "hub", "synthetic"]
@@ -172,7 +172,7 @@ class Corpus:
 
     @property
     def divisible(self) -> bool:
-        """Whether which side a document is on depends on how the source is divided."""
+        """Whether the side of a document depends on how the source is divided."""
         return self.kind in ("files", "hub") and not self.wholly_held_out
 
     @property
@@ -471,7 +471,7 @@ def _open(corpus: Corpus, *, paragraphs: bool) -> Any:
         )
     except (
         Exception
-    ) as error:  # the library raises a dozen types, of its own and of its HTTP client
+    ) as error:  # the library raises a dozen types, including those of its HTTP client
         if corpus.files and not _has_text(corpus):
             raise DataError(f"{corpus.source}: expected text, and what it names is empty") from None
         _check_json(corpus)

@@ -2,9 +2,9 @@
 
 Tokenise, join with the end token, cut to equal length, keep on disk, batch.
 
-Where a tokenizer begins every text with a token, every sequence begins with it too, since a
-sequence begins in the middle of a document, and most heads attend to what every prompt begins with:
-it stands in the place of the sequence's first token, which nothing predicts.
+Where a tokenizer begins every text with a special token, every sequence begins with it too: a
+sequence begins in the middle of a document, and most heads attend to the first token of every
+prompt. It replaces the sequence's first token, which is not predicted.
 
 Legend: N sequences, T tokens per sequence, B sequences per step over all workers, W workers.
 """
@@ -86,8 +86,8 @@ class TextCut:
 
     `train` and `calibration` come from the training side, documents shuffled by `seed` (each with
     its own order), the calibration evenly spaced over many documents; `eval` from the held-out
-    side, evenly spaced over it, in fixed order whatever the seed. The sequences of `train` are the
-    first of the text; evaluation and calibration are small, and their text is held in memory (see
+    side, evenly spaced over it, in fixed order for every seed. The sequences of `train` are the
+    first of the text; evaluation and calibration are small, and their text is read into memory (see
     `POOL`).
 
     Attributes:
@@ -146,19 +146,21 @@ class TextCut:
     def folder(
         self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS
     ) -> Path:
-        """Where in `cache_dir` the token set lies, or will.
+        """Return the folder of the token set in `cache_dir`, existing or not.
 
         The name holds everything that it depends on.
         """
-        key = json.dumps([TOKEN_SET_FORMAT, shard_tokens, self._made_of(tokenizer)], sort_keys=True)
+        key = json.dumps(
+            [TOKEN_SET_FORMAT, shard_tokens, self._definition(tokenizer)], sort_keys=True
+        )
         return Path(cache_dir) / f"{self.split}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
-    def _made_of(self, tokenizer: Any) -> dict[str, Any]:
+    def _definition(self, tokenizer: Any) -> dict[str, Any]:
         """All that the tokens depend on."""
         record = asdict(self) | {"tokens": self.sequences * self.sequence_length}
         record["seed"] = None if self.split == "eval" else self.seed
         record["spread"] = CALIBRATION_SPREAD if self.split == "calibration" else None
-        # What is as it always was is left out, so that token sets keep their names
+        # Values that have always been the default are left out, so that token sets keep their names
         for name, plain in (("division", "twentieth"), ("apart_from", None), ("at_most", False)):
             if record[name] == plain:
                 del record[name]
@@ -190,14 +192,14 @@ class TextCut:
         if self.apart_from is None:
             yield from texts
             return
-        other_texts = self._others()
+        other_texts = self._excluded_digests()
         for text in texts:
             if document_digest(text) not in other_texts:
                 yield text
             elif left_out is not None:
                 left_out.append(text)
 
-    def _others(self) -> set[bytes]:
+    def _excluded_digests(self) -> set[bytes]:
         """Return digests of the documents of `apart_from`.
 
         They are those of its first `_COMPARED` characters in the order in which a calibration reads
@@ -239,7 +241,7 @@ class TextCut:
         Raises:
             DataError: When there is too little text.
         """
-        made_of = self._made_of(tokenizer)
+        made_of = self._definition(tokenizer)
         largest = largest_id(tokenizer)
         if self.split != "train":
             rows = torch.from_numpy(self.in_memory(tokenizer))
@@ -324,7 +326,7 @@ class PooledTokens:
     left_out: int = 0
 
     def sequences(self, cut: TextCut) -> np.ndarray:
-        """Those of `cut`, `[N, T]` int32, evenly spaced.
+        """Return evenly spaced sequences of `cut`, `[N, T]` int32.
 
         Raises:
             DataError: When there is too little text.
@@ -353,7 +355,7 @@ def _begun(sequences: np.ndarray, first: list[int]) -> np.ndarray:
 
 
 def default_length(positions: int, *tokens: int) -> int:
-    """Tokens a sequence by default, for a model of so many positions and splits of so many tokens.
+    """Return the default tokens per sequence for a model's positions and splits of these sizes.
 
     LENGTH, or all that the model takes; less where the tokens would be fewer than FEWEST sequences.
     """
@@ -394,12 +396,12 @@ class Texts:
 
     @property
     def source(self) -> str:
-        """What is calibrated or trained on."""
+        """The text that is calibrated or trained on."""
         return BUILTIN if self.data is None else self.data
 
     @property
     def eval_source(self) -> str:
-        """What is measured on."""
+        """The text that is measured on."""
         return self.source if self.eval_data is None else self.eval_data
 
     @property
@@ -409,7 +411,7 @@ class Texts:
 
     @cached_property
     def one(self) -> bool:
-        """Whether both are parts of one text. Raises DataError for a source that is not there."""
+        """Whether both are parts of one text. Raises DataError for a missing source."""
         return resolve(self.source).text_of == resolve(self.eval_source).text_of
 
     def cut(self, split: Split, tokens: int | None, length: int) -> TextCut:
@@ -452,7 +454,7 @@ class Texts:
     ) -> LoadedTexts:
         """Both texts, for a model of so many `positions`.
 
-        That to calibrate on is empty, `[0, T]`, unless it is wanted (`calibrate`).
+        The calibration split is empty, `[0, T]`, unless it is requested (`calibrate`).
 
         Raises:
             DataError: For a source that is not there or has too little text.
@@ -489,7 +491,7 @@ def load_sequences(
 ) -> Tensor:
     """Return the sequences of `TextCut(source, **cut)` in memory, `[N, T]` int64.
 
-    Without `cache_dir` none are kept.
+    Without `cache_dir` nothing is stored.
     """
     if cache_dir is not None:
         return read_sequences(token_set(TextCut(source, **cut), tokenizer, cache_dir))[:]
@@ -497,7 +499,7 @@ def load_sequences(
 
 
 class WritableCut(Protocol):
-    """What a token set is made of."""
+    """The definition of a token set."""
 
     def folder(self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = ...) -> Path: ...
 
@@ -518,7 +520,7 @@ def token_set(
 
     Made unless it is there.
 
-    A run that was killed is resumed. Whatever `tokenise`, the set is the same.
+    A run that was killed is resumed. The set is the same for every `tokenise`.
 
     Raises:
         DataError: When there is too little text.
@@ -585,8 +587,8 @@ class BatchStream:
     def _row(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._sequences))
         if epoch != self._epoch:
-            # a seed of its own for each (seed, epoch), so that a position can be reached without
-            # the ones before
+            # a separate seed for each (seed, epoch), so that a position can be reached without the
+            # earlier ones
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._epoch = epoch
             self._order = torch.randperm(len(self._sequences), generator=generator)

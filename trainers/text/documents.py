@@ -23,7 +23,7 @@ WITHOUT_MASKS = ("gpt_oss", "opt")
 
 
 class DocumentStarts(NamedTuple):
-    """By which tokens documents are told apart.
+    """The tokens that separate documents.
 
     Attributes:
         first: What every document begins with; None where the tokenizer puts nothing there.
@@ -55,7 +55,7 @@ class DocumentStarts(NamedTuple):
 
 
 def check_documents(cut: TextCut, tokenizer: Any, model_type: str) -> None:
-    """Check that the documents of a text can be told apart once they are packed.
+    """Check that the documents of a text can be separated once they are packed.
 
     Raises:
         DataError: For a type of model that would let them attend to each other all the same, and

@@ -166,7 +166,7 @@ PATTERNS: dict[str, Callable[[WordDomain, dict[str, str], np.random.Generator], 
 def all_tasks() -> tuple[SyntheticTask, ...]:
     """Every pattern with every transformation that fits it, sorted.
 
-    Of a person (`same item`) there is only the name.
+    For a person (`same item`) there is only the name.
     """
     tasks = []
     for pattern in PATTERNS:
@@ -209,7 +209,7 @@ def split_tasks(
 
 
 def draw(task: SyntheticTask, generator: np.random.Generator) -> Example:
-    """One example without shots."""
+    """Return one example without shots."""
     domain = DOMAINS[task.domain]
     table = dict(domain.answers[task.transformation])
     context, whom, source = PATTERNS[task.pattern](domain, table, generator)

@@ -31,8 +31,8 @@ from trainers.text.synthetic_words import DOMAINS, PEOPLE
 
 SYNTHETIC_PREFIX = "synthetic:"
 HELD_OUT = 2_000  # documents
-_SHOTS = 3  # of a document
-# Of an example that is asked: of the paper's 2 to 7 those that fit a short context.
+_SHOTS = 3  # per document
+# Shots of a test example: those of the paper's 2 to 7 that fit a short context.
 PROMPT_SHOTS = (2, 3, 4)
 NEW_PAIRS = 15
 _TRAINING, HOLDING, ASKING = range(3)  # streams of random numbers
@@ -81,7 +81,7 @@ def documents(name: str, train: bool, seed: int | None) -> Iterator[str]:
 def score_held_out(
     model: Any, tokenizer: Any, name: str, per_task: int = 12, *, first: Sequence[int] = ()
 ) -> Score:
-    """How a model answers the held-out tasks of `synthetic:name`, always the same examples.
+    """Score a model's answers to the held-out tasks of `synthetic:name`, always the same examples.
 
     The paper has 12 a task (App. F).
 

@@ -1,6 +1,6 @@
 """Words and sentences of the synthetic tasks.
 
-What the contexts speak of, and what can be said about it.
+The subjects of the contexts, and the statements about them.
 
 All of it is written for this project; Xiao 2024 (App. F) gives only the idea and a few examples.
 """
@@ -25,7 +25,7 @@ PEOPLE = _split(
 class WordDomain:
     """A kind of things.
 
-    `transformations`: phrase that asks for it -> answer of every item, by name. `copy` is always
+    `transformations`: phrase that requests it -> answer of every item, by name. `copy` is always
     among them.
 
     Attributes:

@@ -4,9 +4,9 @@ A set is a folder:
 
     00000.safetensors ...   `sequences` `[S, T]`, uint16 where every token id fits, else uint32
                             (the last may be shorter)
-    index.json              what the set was made of, and size and digest of each shard
+    index.json              the definition of the set, and size and digest of each shard
                             (written last, in one step)
-    unfinished.json         until then the same of the shards so far, so that a killed run goes on
+    unfinished.json         until then the same of the finished shards, so that a killed run resumes
 
 Legend: N sequences, T tokens per sequence, S sequences per shard.
 """
@@ -65,7 +65,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a set is cut: N `sequences` of T tokens, S of them a shard.
+    """The shape of a set: N `sequences` of T tokens, S of them per shard.
 
     `dtype` of the ids; `made_of`: plain values.
     """
@@ -100,8 +100,8 @@ class Layout:
 class TokenSequences:
     """The sequences of a finished set, `[N, T]`.
 
-    Rows are read from disk when they are used, and nothing is kept, so that memory does not
-    grow with the number of tokens. `digest`: of all tokens and how they are cut.
+    Rows are read from disk when they are used, and not cached, so that memory does not grow with
+    the number of tokens. `digest`: of all tokens and their shape.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -172,7 +172,7 @@ class TokenSetWriter:
         return [[number for _, number in run] for _, run in runs]
 
     def start(self, number: int) -> TextPosition:
-        """Where in the text a shard begins, once the one before it has been written."""
+        """Return the offset in the text where a shard begins, after the previous one is written."""
         return self._shards[number - 1].end if number else TextPosition()
 
     def write(self, number: int, sequences: np.ndarray, end: TextPosition) -> None:
@@ -243,7 +243,7 @@ def write_sequences(
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether a set is there, with every shard of the size that it was written with."""
+    """Whether a set exists, with every shard of the size that it was written with."""
     folder = Path(folder)
     index = _read(folder / _INDEX)
     if index is None or (folder / _UNFINISHED).exists():

@@ -70,7 +70,7 @@ def tokenise(texts: list[str], tokenizer: Any) -> TokenBlock:
     ]
     documents: list[np.ndarray] = []
     for text, ids in zip(texts, _ids(written, tokenizer), strict=True):
-        if isinstance(text, Conversation):  # begins and ends as the template says
+        if isinstance(text, Conversation):  # begins and ends as the template defines
             document = ids if ids[-1:] == [end] else [*ids, end]
         else:
             document = [*first, *ids, end]
@@ -102,7 +102,7 @@ def _written(conversation: Conversation, tokenizer: Any) -> str:
         )
     try:
         return tokenizer.apply_chat_template(conversation.messages, tokenize=False)
-    except Exception as error:  # of the template, which may raise whatever it likes
+    except Exception as error:  # of the template, which may raise anything
         roles = ", ".join(str(message["role"]) for message in conversation.messages[:6])
         raise DataError(
             f"{conversation.field}: the tokenizer's chat template does not take a conversation of "
@@ -164,14 +164,14 @@ class TokenReader:
 
     def take(self, count: int) -> np.ndarray:
         """Return the next `count` tokens, int32; fewer where the text ends."""
-        taken = np.empty(count, np.int32)
+        tokens = np.empty(count, np.int32)
         done = 0
         while done < count and (self._at < len(self._ids) or self._advance()):
             piece = self._ids[self._at : self._at + count - done]
-            taken[done : done + len(piece)] = piece
+            tokens[done : done + len(piece)] = piece
             done += len(piece)
             self._at += len(piece)
-        return taken[:done]
+        return tokens[:done]
 
     def _advance(self) -> bool:
         """To the next block, if there is one."""

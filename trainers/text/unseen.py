@@ -1,8 +1,8 @@
 """A third text: held-out documents that no sequence of the evaluation text touches.
 
-What is chosen by its loss on the evaluation text (a step, a trial, a finalist) looks better there
-than it is. Documents that nothing was chosen by show what it is worth. The evaluation text stays as
-it is: of the held-out side this text takes what that one leaves.
+A step, trial or finalist that was chosen by its loss on the evaluation text looks better there than
+it is. Documents that were not used for any choice show its true loss. The evaluation text does not
+change: this text takes the rest of the held-out side.
 
 Legend: N sequences, T tokens per sequence, n tokens of a text.
 """
@@ -52,30 +52,30 @@ class UnseenCut:
 
     @property
     def source(self) -> str:
-        """Where the text comes from."""
+        """Source of the text."""
         return self.text.source
 
     @property
     def tokens(self) -> int:
-        """How many tokens at most."""
+        """Most tokens."""
         return self.text.tokens
 
     def check(self) -> None:
-        """Do nothing: how much text is left shows when it is read."""
+        """Do nothing: the length of the text is known only when it is read."""
 
     def folder(
         self, tokenizer: Any, cache_dir: str | Path, shard_tokens: int = SHARD_TOKENS
     ) -> Path:
-        """Return where in `cache_dir` the token set lies, or will."""
+        """Return the folder of the token set in `cache_dir`, existing or not."""
         names = [cut.folder(tokenizer, "", shard_tokens).name for cut in (self.text, self.seen)]
         key = json.dumps([_FORMAT, *names])
         return Path(cache_dir) / f"unseen-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
     def write(self, tokenizer: Any, folder: Path, shard_tokens: int, _: Tokenise) -> None:
-        """Write the token set, and beside it the document of each token.
+        """Write the token set, and next to it the document of each token.
 
         Raises:
-            DataError: Where fewer than FEWEST sequences or two documents are left.
+            DataError: Where fewer than FEWEST sequences or two documents remain.
         """
         check_end_token(tokenizer)
         ids, numbers = self._unseen(tokenizer)
@@ -103,7 +103,7 @@ class UnseenCut:
         )
 
     def _unseen(self, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens `[n]` of documents that are left, and the documents `[n]`."""
+        """Return the remaining tokens `[n]`, and their documents `[n]`."""
         pool = _Pool(self.seen, tokenizer)
         pool.read(max(self.seen.tokens, POOL))
         touched = PooledTokens(pool.numbers, len(pool.digests), []).sequences(self.seen)

@@ -51,7 +51,7 @@ def head_gram(
     bias = rows[..., -1:].float()
     total = torch.zeros(rows.shape[0] * rows.shape[1], rows.shape[0] * rows.shape[1]).to(rows)
     tokens = 0
-    # One sequence at a time: the activations of all tokens are never held at once.
+    # One sequence at a time: the activations of all tokens would not fit in memory.
     for x_TD in statistics.inputs:
         unit = torch.nn.functional.normalize(weight @ x_TD.T.to(weight) + bias, dim=1).flatten(0, 1)
         total += (unit @ unit.T).double()

@@ -43,8 +43,8 @@ class Cost:
         width: How many times as wide as its members the shared head of a group is.
 
     Attributes:
-        preparation: About the multiply-adds before the first price, as far as they count beside
-            those of prices.
+        preparation: Approximate multiply-adds before the first price, if they are not negligible
+            compared with those of prices.
     """
 
     preparation: float = 0.0
@@ -267,7 +267,7 @@ class ValueCost(Cost):
         return torch.stack([self._roots[those] for those in members])
 
     def _of(self, units: list[int], group: Tensor) -> Tensor:
-        """Of some of the different value heads, under what each member of a group sees.
+        """Return the Grams of some of the different value heads, weighted by what each member sees.
 
         `[g, n, n]` float32.
         """
@@ -287,7 +287,7 @@ class ValueCost(Cost):
 
     @cached_property
     def _grams(self) -> Tensor:
-        """Of all different value heads, under what each query head sees.
+        """Return the Gram of all different value heads, weighted by what each query head sees.
 
         `[H, U d, U d]` float32.
         """
@@ -329,7 +329,7 @@ def under_norm(heads: LayerHeads) -> LayerHeads:
 
 
 def head_metrics(heads: LayerHeads) -> Tensor:
-    """How an error of a head counts in the layer's output, `[H, d, d]` float64."""
+    """Return the weight of a head's error in the layer's output, `[H, d, d]` float64."""
     o = heads.o.double()
     return o.transpose(1, 2) @ o
 
@@ -339,7 +339,7 @@ def free_parts(
 ) -> tuple[Tensor, Tensor]:
     """Free dims only: Gram of centred keys `[H, H, f, f]` and query moments `[H, f, f]`.
 
-    The mean key adds one number a query to all its logits, which softmax does not see; so it need
+    The mean key adds one number per query to all its logits, which softmax does not see; so it need
     not be fitted.
     """
     free = list(geometry.rotary.free)

@@ -1,4 +1,4 @@
-"""What fusing a group of value heads costs where `ValueCost` takes minutes: two estimates.
+"""Two estimates of the cost of fusing a group of value heads, where `ValueCost` takes minutes.
 
 Legend: H heads, g members, d head dim, e = model dim + 1, n = g d, K leading combinations. Outputs
 of a head are meant in coordinates in which its metric is 1, turned so that those of most energy
@@ -58,10 +58,10 @@ class PooledValueCost(Cost):
             .transpose(1, 2)
         )
         self.rows = (turns @ rows).flatten(0, 1)
-        """Of the projection, `[H d, e]` float32."""
+        """Rows of the projection, `[H d, e]` float32."""
         half = (turns @ gram.view(count, dim, -1)).view_as(gram).T
         self.gram = (turns @ half.reshape(count, dim, -1)).view_as(gram)
-        """Of all outputs under the pooled moment, `[H d, H d]` float32."""
+        """Gram of all outputs under the pooled moment, `[H d, H d]` float32."""
         self.energy = (
             self.gram.diagonal().view(self.num_heads, self.dim).sum(1, dtype=torch.float64)
         )
@@ -113,9 +113,9 @@ class PooledValueCost(Cost):
 class LeadingValueCost(Cost):
     """`ValueCost` estimated with each head's own moment of the layer's K leading outputs.
 
-    What those do not predict has the pooled moment. All heads' outputs are y = A z + rest, z the
-    leading combinations; own Grams are A cov_h(z) A^T + the pooled Gram of the rest. With K = H d
-    it is exact but for rounding, and for a basis of few steps.
+    The part that they do not predict has the pooled moment. All heads' outputs are y = A z + rest,
+    z the leading combinations; each head's Gram is A cov_h(z) A^T + the pooled Gram of the rest.
+    With K = H d it is exact but for rounding, and for a basis of few steps.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class LeadingValueCost(Cost):
         self.predict = gram @ basis / values
         """A, `[H d, K]`."""
         rows = basis.T @ pooled.rows
-        bases = [self._own(rows, statistics, head) for head in range(self.num_heads)]
+        bases = [self._own_gram(rows, statistics, head) for head in range(self.num_heads)]
         self.changes = torch.stack(bases) - values.diag()
         """cov_h(z) - cov(z), `[H, K, K]`."""
         at = self.predict.view(self.num_heads, pooled.dim, -1)
         self.energy = pooled.energy + (at @ self.changes * at).sum((1, 2), dtype=torch.float64)
 
-    def _own(self, rows: Tensor, statistics: LayerStatistics, head: int) -> Tensor:
+    def _own_gram(self, rows: Tensor, statistics: LayerStatistics, head: int) -> Tensor:
         gram = gram_under(rows, statistics.mixed_triangle(head, self.num_heads).to(rows.device))
         if not self.pooled.centred:
             return gram

@@ -85,7 +85,9 @@ def least_squares_fuse(
 def _shared(
     rows: Tensor | None, groups: Groups, maps: Sequence[Tensor | None], width: int
 ) -> Tensor | None:
-    """One head a group, sum_i maps_i y_i of the rows `[H, d, D]` or biases `[H, d]` of its heads.
+    """Return one head per group, sum_i maps_i y_i of its heads.
+
+    Their rows are `[H, d, D]` or their biases `[H, d]`.
 
     A group of one, which has no maps, is copied; what it lacks of `width` is zero.
     """
@@ -146,8 +148,8 @@ def key_maps(
         flat = free_gram.transpose(1, 2).reshape(len(group) * len(layout.free), -1)
         fit = fit_real(flat.expand(len(group), *flat.shape), moment, width=width)
         free = torch.tensor(layout.free)
-        for maps, found in ((into, fit.basis), (onto, fit.back)):
-            slices = found.unflatten(2, (width, -1)).permute(0, 2, 3, 1)
+        for maps, solution in ((into, fit.basis), (onto, fit.back)):
+            slices = solution.unflatten(2, (width, -1)).permute(0, 2, 3, 1)
             maps[:, :, free[:, None], free] = slices
     return into.flatten(1, 2), onto.flatten(1, 2)
 
@@ -184,9 +186,9 @@ def _under_whole_norm(
     """Keys fused beneath a norm that spans all heads.
 
     Such a norm divides all heads of a token by one number r. With the norm's weights folded into
-    the rows, keys are fused as without a norm; what the new norm divides by, r', differs from r by
-    a factor that varies from token to token. Its root mean square is put right by the new norm's
-    weights, the rest is the error of this form.
+    the rows, keys are fused as without a norm; the divisor of the new norm, r', differs from r by a
+    factor that varies from token to token. The weights of the new norm correct its root mean
+    square; the rest is the error of this form.
     """
     if plan.key_heads == plan.num_heads:
         return heads

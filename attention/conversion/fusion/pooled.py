@@ -74,8 +74,7 @@ def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:
         inner = torch.einsum("ijdd->ij", gram[index[:, None], index])
         members = inner.diagonal().mean()
         pooled = inner.mean()
-        # Below this the mean is rounding alone; blowing it up would put noise in the place of a
-        # head.
+        # Below this the mean is rounding alone; scaling it up would replace a head by noise.
         alive = len(group) > 1 and pooled > 1e-12 * members
         factors.append((members / pooled).sqrt() if alive else torch.ones_like(members))
     return torch.stack(factors)

@@ -87,7 +87,7 @@ def summed(metrics: Tensor, which: Tensor, heads: int) -> Tensor:
 
 
 def diagonal_blocks(grams: Tensor, which: Tensor, dim: int) -> Tensor:
-    """Of the Grams `[g, u f, u f]` each member's own head under its own covariance, `[g, f, f]`."""
+    """Return the Gram of each member's own head under its own covariance, `[g, f, f]`."""
     members = len(grams)
     heads = grams.shape[1] // dim
     each = torch.arange(members, device=grams.device)
@@ -213,7 +213,7 @@ def complex_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
     """`[P, H, H]` complex.
 
     Mean of z_i conj(z_j), where z = y_first + i y_second, of the outputs y of rows `[H, d, e]`
-    whose inputs have this moment `[e, e]`. Of their Gram only what lies within pairs is multiplied.
+    whose inputs have this moment `[e, e]`. Of their Gram only the blocks of pairs are multiplied.
     """
 
     def pairs(y: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 All that may be turned beneath an RMS norm of the queries and keys of each head.
 
-Such a norm divides a head by one number and weighs its dims. A turn would mix dims of different
-weights; to negate both dims of a rotary pair, in a key and in the queries that read it, leaves
-every score as it was. Heads of a trained model often agree in a pair but for that sign, and a mean
-of them cancels.
+Such a norm divides a head by one number and weighs its dims. A rotation would mix dims of different
+weights; negating both dims of a rotary pair, in a key and in the queries that read it, does not
+change any score. Heads of a trained model often agree in a pair but for that sign, and a mean of
+them cancels.
 
 Legend: H heads, g members, d head dim, U units: rotary pairs, then single dims without rotary
 embedding.

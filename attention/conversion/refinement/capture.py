@@ -1,4 +1,4 @@
-"""What goes into and comes out of one layer's attention, read from a running model.
+"""Record the inputs and outputs of one layer's attention in a running model.
 
 Legend: B sequences, T tokens, H query heads, d head dim, D model dim.
 """
@@ -39,7 +39,7 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, each memory once."""
+        """Return the bytes of all tensors, counting shared memory once."""
         tensors = (
             t.untyped_storage()
             for t in _tensors([self.args, self.kwargs, self.output, self.stream, self.mixed])
@@ -82,7 +82,7 @@ def _recording_mixed(model: PreTrainedModel) -> Iterator[None]:
 def recorded(streams: Streams, layer: int) -> Iterator[Record]:
     """Run the batches of `streams` up to and including the attention of `layer`.
 
-    Nothing above runs, and what lies below only as far as `streams` has not run it yet.
+    Layers above do not run, and layers below only where `streams` has not run them yet.
 
     Yields:
         One `Record` per batch.

@@ -1,8 +1,9 @@
 """Local fit: each converted attention layer is trained alone towards the original layer's output.
 
 The inputs are those of the *original* model at that layer, so layers do not depend on each other.
-For the same time small batches and many steps end lower than few steps on all tokens, and queries
-and keys want larger steps than values and output where heads share keys (benchmarks/LOG.md).
+In the same time, many steps on small batches reach a lower loss than few steps on all tokens, and
+queries and keys need larger steps than values and output where heads share keys
+(benchmarks/LOG.md).
 
 Legend: N sequences, T tokens, D model dim, B sequences per step.
 """
@@ -80,7 +81,7 @@ Report = Callable[[], None]
 
 @dataclass(frozen=True)
 class LayerTask:
-    """What one layer is fitted to, in float32.
+    """Inputs and targets that one layer is fitted to, in float32.
 
     `inputs`, `targets` `[N, T, D]` to fit on and `check` to judge by.
 
@@ -101,7 +102,7 @@ class LayerTask:
 
     @property
     def positions(self) -> float:
-        """Of a sequence that a step looks at, on average."""
+        """Mean number of tokens of a sequence that a step uses."""
         return sum(end - first for first, end in self.parts) / len(self.parts)
 
     @property
@@ -111,7 +112,7 @@ class LayerTask:
 
     @classmethod
     def of(cls, texts: FitTexts, layer: int) -> LayerTask:
-        """Of what the original model does at `layer` on its texts."""
+        """Return the inputs and targets of `layer` in the original model, on its texts."""
         records = records_in_float(texts.fit, layer)
         inputs = torch.cat([entering(record.args, record.kwargs) for record in records])
         targets = torch.cat([record.output for record in records])
@@ -125,7 +126,7 @@ class LayerTask:
 
 @dataclass(frozen=True)
 class FitTexts:
-    """What layers are fitted on, as many sequences as a step takes, and what layers are judged by.
+    """Return the batches that layers are fitted on, and those that the fit is checked on.
 
     `positions` of each sequence a step looks at, at most.
     """
@@ -137,7 +138,7 @@ class FitTexts:
 
     @classmethod
     def of(cls, original: Original, sequences: Tensor, step_tokens: int = STEP_TOKENS) -> FitTexts:
-        """Of `sequences` `[N, T]` a part is kept for the check.
+        """Split `sequences` `[N, T]` into those to fit on and those of the check.
 
         A step takes about `step_tokens`.
         """
@@ -241,9 +242,9 @@ def _rates(module: nn.Module, shared_by: float) -> dict[nn.Parameter, float]:
     rates: dict[nn.Parameter, float] = {}
     for name, part in module.named_modules():
         share = math.sqrt(shared_by / 2) if name.startswith(_LOGITS) else 0.5
-        beside = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
+        siblings = [matrices[p] for p in part.parameters(recurse=False) if p in matrices]
         rates |= {
-            p: matrices.get(p, (beside or [mean])[0]) * share
+            p: matrices.get(p, (siblings or [mean])[0]) * share
             for p in part.parameters(recurse=False)
         }
     return rates
@@ -458,7 +459,7 @@ def fit_heal(
     """Fit every layer locally, small ones side by side, then heal from the first layer to the last.
 
     Args:
-        layer_steps: Steps of each layer, in place of `fit_steps`.
+        layer_steps: Steps of each layer, instead of `fit_steps`.
     """
     texts = FitTexts.of(
         original, sequences[: max(2, fit_tokens // sequences.shape[1])], step_tokens
@@ -477,7 +478,7 @@ def fit_heal(
 
         def report() -> None:
             nonlocal done
-            if done < steps[layer]:  # a second attempt makes the same steps again
+            if done < steps[layer]:  # a second attempt repeats the same steps
                 done += 1
                 progress.step()
 

@@ -25,7 +25,7 @@ STORED_BYTES = 512 * 2**20
 
 
 def bytes_to_keep(layers: int, tokens: int, width: int, itemsize: int) -> int:
-    """Bytes that are kept of so many tokens, of which an eighth is for the check.
+    """Return the bytes stored for so many tokens, of which an eighth is for the check.
 
     All that enters and leaves the attention of each layer, and what enters the layer.
     """
@@ -34,7 +34,7 @@ def bytes_to_keep(layers: int, tokens: int, width: int, itemsize: int) -> int:
 
 
 class Original:
-    """An original model; at most `most` bytes are kept of what it does."""
+    """An original model, of whose activations at most `most` bytes are stored."""
 
     def __init__(self, model: PreTrainedModel, most: int = STORED_BYTES) -> None:
         self.model = model
@@ -56,7 +56,7 @@ class Original:
         return self._texts[key]
 
     def keeps(self, needed: int) -> bool:
-        """Whether so many more bytes are kept.
+        """Return whether this many more bytes are stored.
 
         Once they are too many nothing further is: half of what layers do would save little.
         """
@@ -66,7 +66,7 @@ class Original:
 
 
 class Text:
-    """What an original model does on some sequences, at any layer."""
+    """The inputs and outputs of any layer of an original model on some sequences."""
 
     def __init__(self, original: Original, sequences: Tensor, batch_size: int) -> None:
         self.original = original
@@ -77,7 +77,7 @@ class Text:
         self._keeps: bool | None = None  # known once the size of a record is
 
     def at(self, layer: int) -> Iterable[Record]:
-        """One record per batch, to be looked through once."""
+        """Yield one record per batch. Can be iterated once."""
         if layer in self._kept:
             return self._kept[layer]
         if layer - 1 == self._streams.layer and len(self._outputs) == len(self._streams.batches):
@@ -94,7 +94,8 @@ class Text:
     def _watched(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yield the same records.
 
-        What the attention puts out stays, so that it need not run on the way to the next layer.
+        The output of the attention is stored, so that it need not run again to reach the next
+        layer.
         """
         for record in records:
             self._outputs.append(record.output)

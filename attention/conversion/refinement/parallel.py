@@ -18,7 +18,7 @@ themselves; above it they are not, and several layers at a time would only take 
 memory."""
 
 ONE_AT_A_TIME = threading.Lock()
-"""Held by whoever runs the whole model: hooks that look at one layer see every pass through it."""
+"""Lock for a pass through the whole model: the hooks on one layer see every pass through it."""
 
 
 def largest(modules: Iterable[nn.Module]) -> int:
@@ -27,7 +27,7 @@ def largest(modules: Iterable[nn.Module]) -> int:
 
 
 def layers_at_once(count: int, parameters: int, device: torch.device) -> int:
-    """How many of `count` layers of so many `parameters` are worked on at once.
+    """Return how many of `count` layers of so many `parameters` are fitted at once.
 
     On the CPU as many as torch has threads, if a layer has at most `SMALL_LAYER` parameters; else
     one.
@@ -39,7 +39,7 @@ def layers_at_once(count: int, parameters: int, device: torch.device) -> int:
 def each_layer(
     count: int, work: Callable[[int], Result], parameters: int, device: torch.device
 ) -> list[Result]:
-    """`work(i)` of layers 0 to `count` - 1, in that order whatever ends first.
+    """Yield `work(i)` of layers 0 to `count` - 1 in that order, whichever ends first.
 
     As many at a time as `layers_at_once` says, each on one thread; one at a time on all of them.
     The first error is raised once the layers that had begun have ended.

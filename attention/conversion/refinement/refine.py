@@ -15,13 +15,13 @@ from attention.conversion.refinement.original import Original
 
 @dataclass(frozen=True)
 class FitWork:
-    """What it took to optimise single layers.
+    """The cost of optimising single layers.
 
     Attributes:
         optimizer_steps: Adam steps.
         tokens: Tokens that went through a layer in them, each time that one did.
-        flops: Floating-point operations: 6 per parameter of the layer's attention and token, as
-            they are counted for a training; the products of attention itself are left out.
+        flops: Floating-point operations: 6 per parameter of the layer's attention and token, as for
+            a training; the products of attention itself are left out.
     """
 
     optimizer_steps: int = 0

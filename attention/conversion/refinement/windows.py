@@ -92,7 +92,7 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
     """
     length = inputs.shape[1]
     whole = record.args, uncached(record)
-    if hasattr(module, "composition"):  # its cache holds more than keys and values
+    if hasattr(module, "composition"):  # its cache stores more than keys and values
         args, kwargs = entered_by(inputs, *whole)
         return module(*args, **kwargs)[0][:, first:end]
     # Those that do not name it find it among their keywords.
@@ -124,7 +124,7 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
 
 @contextmanager
 def _without_queries(module: nn.Module) -> Iterator[None]:
-    """Zeros in the place of queries, which positions before a window need not have.
+    """Zeros in place of the queries of positions before a window, which are not needed.
 
     A tenth of a step's time.
     """

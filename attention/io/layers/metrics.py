@@ -4,9 +4,9 @@ Up through all layers, then down.
 
 Legend: L layers, N sequences of T tokens, D model dim.
 
-On the way up the streams that enter each layer are left on disk; on the way down each layer is run
-once more with gradients, from the top. Layer l's F is kept as `metric-0000l.safetensors`; the
-streams are removed as they are used.
+The forward pass writes the input streams of each layer to disk; the backward pass runs each layer
+again with gradients, from the top. F of layer l is stored as `metric-0000l.safetensors`; the
+streams are removed once they are used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from attention.modeling.running import entering
 
 
 def metric_file(folder: Path, layer: int) -> Path:
-    """Where the metric of a layer is kept."""
+    """Return the file of a layer's metric."""
     return folder / f"metric-{layer:05d}.safetensors"
 
 

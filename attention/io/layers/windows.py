@@ -3,8 +3,8 @@
 Legend: L layers, N sequences of T tokens, D model dim, V vocabulary.
 
 A *window* is a model of the checkpoint's own class with a single layer. Its vocabulary are
-sequences: token id n stands for the hidden states of sequence n on their way into that layer, the
-*streams* `[N, T, D]`. So all that works on a model works on a window, and the whole model is never
+sequences: token id n stands for the hidden states of sequence n at the input of that layer, the
+*streams* `[N, T, D]`. So code that works on a model works on a window, and the whole model is never
 in memory (as in layer-wise quantisers: Frantar 2022, GPTQ).
 """
 
@@ -55,7 +55,7 @@ class LazyWeights:
         self._rounding: torch.dtype | None = None
 
     def rounded(self, dtype: torch.dtype) -> LazyWeights:
-        """Return the same weights, rounded to what `dtype` can hold wherever they are read."""
+        """Return the same weights, rounded to `dtype` wherever they are read."""
         other = copy.copy(self)
         other._rounding = dtype
         return other
@@ -75,7 +75,7 @@ class LazyWeights:
         return parts_of(self._places[name])
 
     def _whole(self, name: str) -> Stored:
-        """Where a tensor lies that is no experts'."""
+        """Return the file of a tensor that does not belong to experts."""
         ((stored, _),) = self._parts(name)
         return stored
 
@@ -106,7 +106,7 @@ class LazyWeights:
         target.copy_(self._round(source))
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
-        """Rows `ids` (ascending) of a matrix; the others are not kept."""
+        """Return rows `ids` (ascending) of a matrix, without loading the others."""
         source = self._whole(name)
         parts = []
         with open_safetensors(self.folder / source.file) as file:
@@ -120,7 +120,7 @@ class LazyWeights:
         return self._round(rows)
 
     def holds_only(self, names: Iterable[str], dtype: torch.dtype) -> bool:
-        """Whether `dtype` can hold the named tensors without rounding."""
+        """Whether `dtype` can represent the named tensors without rounding."""
         kinds = {stored.dtype for name in names for stored, _ in self._parts(name)}
         narrow = {"F16": torch.float16, "BF16": torch.bfloat16}
         return all(
@@ -128,7 +128,7 @@ class LazyWeights:
         )
 
     def one(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a whole tensor, floating-point ones in `dtype`, in memory of its own."""
+        """Return a whole tensor, floating-point ones in `dtype`, in separate memory."""
         source = self._whole(name)
         with open_safetensors(self.folder / source.file) as file:
             tensor = file.get_tensor(source.name)
@@ -262,7 +262,7 @@ def open_window(
 
 
 def feed(model: PreTrainedModel, streams: Tensor) -> None:
-    """From now on the layer of a window is entered by `streams[n]` wherever the token id is n.
+    """Replace the input of a window's layer by `streams[n]` wherever the token id is n.
 
     Read anew each time.
     """
@@ -314,7 +314,7 @@ def embed(
 ) -> Tensor:
     """Return what enters layer 0 for `sequences` `[N, T]`: `[N, T, D]` in `dtype`, on the CPU.
 
-    Of the token embedding only the rows of tokens that occur are read.
+    Only those rows of the token embedding are read whose tokens occur.
     """
     ids, compact = sequences.unique(return_inverse=True)
     model = empty(window_config(config, 0, len(ids)), dtype, device)
@@ -336,7 +336,7 @@ def embed(
 
 
 class OutputHead:
-    """What lies above the last layer.
+    """The modules above the last layer.
 
     The embedding is not read, unless it is also the output matrix. `config`, `dtype`: of the
     original model, and what is computed in.

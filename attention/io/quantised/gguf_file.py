@@ -37,7 +37,7 @@ SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """One file. Only headers are read before a tensor is asked for."""
+    """A GGUF file. Only headers are read until a tensor is requested."""
 
     path: Path
 
@@ -57,7 +57,7 @@ class GGUFFile:
                 )
         try:
             return gguf.GGUFReader(self.path)
-        except Exception as error:  # it reads whatever the bytes say, and stumbles in any way
+        except Exception as error:  # it parses any bytes, and may fail in any way
             raise CheckpointError(
                 f"{str(self.path)!r} cannot be read as GGUF: {reason(error)}; download or copy it "
                 f"again"
@@ -80,7 +80,7 @@ class GGUFFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What most numbers are stored in; bfloat16 where that is no floating-point type."""
+        """The type of most numbers in the file; bfloat16 where that is no floating-point type."""
         return FLOATS.get(next(iter(self.kinds), ""), torch.bfloat16)
 
     @property
@@ -257,7 +257,7 @@ def _plain(tensor: Any) -> Tensor:
 
 
 def form_of(config: PretrainedConfig, architecture: str) -> Architecture | None:
-    """How the heads of a layer lie in a file of this architecture.
+    """Describe the layout of a layer's heads in a file of this architecture.
 
     None where only transformers knows.
     """
@@ -335,7 +335,7 @@ def llama3_rope(factors: Tensor, base: float) -> dict[str, Any] | None:
     elif len(between):
         length = float((smooth[between] * (high - 1) + 1) / turns[between])
     else:
-        # Anywhere between the last frequency that is kept and the first that is divided by the
+        # Anywhere between the last frequency that is unchanged and the first that is divided by the
         # whole factor.
         unscaled = int((smooth >= 1 - 1e-4).sum())
         bounds = high / turns[max(unscaled - 1, 0)], 1 / turns[min(unscaled, len(turns) - 1)]

@@ -3,7 +3,7 @@
 One tensor at a time.
 
 Every number is the product that the format defines, computed in float32 and rounded once to the
-dtype that is requested. The scales of a weight may lie in another file than the weight.
+requested dtype. The scales of a weight may be in another file than the weight.
 
 Legend: N rows and K columns of a matrix, E experts, G groups of a row.
 """
@@ -47,7 +47,7 @@ def method_of(settings: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _PlainTensor:
-    """How one plain tensor is made of stored ones.
+    """How one plain tensor is computed from stored ones.
 
     Attributes:
         shape: That of the plain tensor.
@@ -206,7 +206,7 @@ def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
             f"{height} by {width}"
         )
     result = weight.float()
-    if height == 1 and columns % width == 0:  # groups of each row's own
+    if height == 1 and columns % width == 0:  # groups within each row
         return (result.unflatten(-1, (-1, width)) * factors[..., None]).flatten(-2)
     # A strip of rows at a time, so that no factor is ever repeated for each number.
     for index in range(expected[0]):
@@ -225,7 +225,7 @@ def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
         settings.get("format"),
         *(g.get("format") for g in groups.values() if isinstance(g, Mapping)),
     } - {None}
-    formats.discard("mixed-precision")  # says only that each group has a format of its own
+    formats.discard("mixed-precision")  # says only that each group has its own format
     if other := sorted(str(name) for name in formats - set(FORMATS)):
         raise WeightsError(
             f"{folder}: compressed-tensors of format {', '.join(other)} cannot be read as plain "
@@ -266,7 +266,7 @@ def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _compressed(
     name: str, stored: Mapping[str, Stored], settings: Mapping[str, Any]
 ) -> tuple[str, _PlainTensor] | None:
-    """Return a weight of eight bits beside its scales, or packed integers.
+    """Return a weight of eight bits with its scales, or packed integers.
 
     The latter are `weight_packed` and `weight_shape`.
     """
@@ -277,7 +277,7 @@ def _compressed(
         return f"{stem}.weight", _unpacked(stem, stored, weights)
     if last != "weight" or tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8"):
         return None
-    sources = {"weight": tensor, "scale": _beside(stored, f"{stem}.weight_scale", name)}
+    sources = {"weight": tensor, "scale": _companion(stored, f"{stem}.weight_scale", name)}
     if (zero := stored.get(f"{stem}.weight_zero_point")) is not None:
         sources["zero"] = zero
     block = weights.get("block_structure")
@@ -292,7 +292,7 @@ def _compressed(
     return name, _PlainTensor(tensor.shape, sources, make)
 
 
-def _beside(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
+def _companion(stored: Mapping[str, Stored], name: str, of: str) -> Stored:
     if name not in stored:
         raise ValueError(f"{of} has no {name}; download or copy the checkpoint again")
     return stored[name]
@@ -310,8 +310,8 @@ def _unpacked(stem: str, stored: Mapping[str, Stored], weights: Mapping[str, Any
             f"{packed.name}: integers of {bits} bits in {packed.dtype} cannot be read, only 2, 4 "
             f"and 8"
         )
-    scale = _beside(stored, f"{stem}.weight_scale", packed.name)
-    shape = _beside(stored, f"{stem}.weight_shape", packed.name)
+    scale = _companion(stored, f"{stem}.weight_scale", packed.name)
+    shape = _companion(stored, f"{stem}.weight_shape", packed.name)
     sources = {"packed": packed, "scale": scale, "shape": shape}
     for part, last in (("zero", "weight_zero_point"), ("order", "weight_g_idx")):
         if (tensor := stored.get(f"{stem}.{last}")) is not None:
@@ -360,7 +360,7 @@ def _mxfp4(
         return None
     stem = name.removesuffix("_blocks")
     blocks = stored[name]
-    scales = _beside(stored, f"{stem}_scales", name)
+    scales = _companion(stored, f"{stem}_scales", name)
     experts, rows, groups, half = blocks.shape
 
     def make(parts: Mapping[str, Tensor]) -> Tensor:

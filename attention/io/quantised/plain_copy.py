@@ -2,8 +2,8 @@
 
 Made once, in a cache, and opened by all that reads checkpoints.
 
-The copy lies in `CACHE/models/KEY/NAME`; its key are the source's path, size and time.
-`source.json` there names the source, which records and cards name in its place.
+The copy is in `CACHE/models/KEY/NAME`; its key is derived from the source's path, size and time.
+`source.json` there names the source, which records and cards show instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint can be exported to, one file a target, found by itself.
+"""Targets of an export, one file per target, discovered automatically.
 
 A target file defines `TARGET`, a `Target`: what the engines that read the format will hold of a
 plan, known from config and plan alone, and how the format is written and read back. A module whose
@@ -36,7 +36,7 @@ class TargetError(ValueError):
 
 @dataclass(frozen=True)
 class EngineSupport:
-    """What an engine keeps of one token.
+    """The cache that an engine stores per token.
 
     Key heads and value heads of each layer, all of `head_dim` numbers, and `others` further numbers
     in all layers together (the key-side weights of composition).
@@ -117,7 +117,7 @@ class EngineSupport:
         Raises:
             RankLayoutError: As `on_rank`.
         """
-        held = self.on_rank(ranks, num_heads)
+        cache = self.on_rank(ranks, num_heads)
         before = None
         if original is not None:
             with contextlib.suppress(RankLayoutError):
@@ -125,7 +125,7 @@ class EngineSupport:
         sides = zip(self.key_heads, self.value_heads, strict=True)
         return RankCache(
             tensor_parallel=ranks,
-            kv_bytes_per_token_per_gpu=held.bytes_per_token(dtype),
+            kv_bytes_per_token_per_gpu=cache.bytes_per_token(dtype),
             kv_bytes_per_token_per_gpu_original=before,
             kv_bytes_per_token=self.bytes_per_token(dtype),
             replicated_layers=sum(min(counts) < ranks for counts in sides),
@@ -157,14 +157,14 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Target:
-    """One format that checkpoints are exported to.
+    """A format that checkpoints are exported to.
 
-    `held(config, plan)`: what they keep of a token; raises TargetError for what the format cannot
-    hold. It reads no weights, and a search may call it for every candidate. `lower(model)`: the
-    model to be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a
-    fresh folder (`tokenizer` as in `attention.io.checkpoint.save`); returns what the format calls
-    the model. `read(folder, config)`: what was written, in float32, for a comparison with the
-    source; `config`: of the model that was written.
+    `held(config, plan)`: the cache per token; raises TargetError for what the format does not
+    support. It reads no weights, and a search may call it for every candidate. `lower(model)`: the
+    model to be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a new
+    folder (`tokenizer` as in `attention.io.checkpoint.save`); returns the format's name of the
+    model. `read(folder, config)`: the written model, in float32, to be compared with the source;
+    `config`: of the model that was written.
 
     Attributes:
         engines: Software that loads it.

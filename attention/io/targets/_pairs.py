@@ -1,4 +1,4 @@
-"""What all engines have in common.
+"""Code that all engines share.
 
 A KV head is a pair of a key head and a value head, with equally many query heads to each in a
 layer. What follows from that for a plan, by counting alone, and the zero heads that make up the
@@ -22,8 +22,8 @@ from attention.io.targets import TargetError
 from attention.plan import AttentionPlan, LayerPlan
 
 MOST_QUERY_HEADS = 8
-"""Times a model's own query heads that may be written, zeros included: beyond it attention is no
-bargain."""
+"""Most query heads that may be written, zeros included, as a multiple of the model's own: beyond it
+the export does not pay."""
 
 Pairs = dict[tuple[int, int], list[int]]
 
@@ -93,7 +93,7 @@ def check_no_composition(plan: AttentionPlan, name: str) -> None:
 
 
 def widest_layers(plan: AttentionPlan) -> str:
-    """Where a plan needs most KV heads, as errors say it.
+    """Describe the place where a plan needs most KV heads, for errors.
 
     `layer 2 has 3 pairs of a key and a value head`.
     """

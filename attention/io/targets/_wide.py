@@ -1,6 +1,6 @@
-"""What all engines have in common about wide heads: they are a model of a larger head dim.
+"""Code that all engines share for wide heads: they are a model of a larger head dim.
 
-Targets are asked about that model (`attention.io.wide_form`), whose plan has no wide heads.
+Targets are called with that model (`attention.io.wide_form`), whose plan has no wide heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Lower = Callable[[PreTrainedModel], Lowered]
 
 
 def holding_wide(held: Held) -> Held:
-    """Return `held` that is asked about the model of a larger head dim where heads are wide."""
+    """Return `held` of the model of a larger head dim where heads are wide."""
 
     def held_wide(config: Any, plan: AttentionPlan) -> EngineSupport:
         if not plan.is_wide:

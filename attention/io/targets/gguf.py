@@ -1,8 +1,8 @@
 """llama.cpp: one file `model.gguf` with weights, configuration and tokenizer.
 
-Architecture `llama`, or `deci` where layers have head counts of their own; for Qwen3 `qwen3` or
+Architecture `llama`, or `deci` where the head counts of layers differ; for Qwen3 `qwen3` or
 `openelm`. Those of other families have one count for all layers, and a grouped GPT-NeoX is written
-as Phi. Unequal groups are made even by zero query heads (`attention.io.targets._pairs`).
+as Phi. Unequal groups are padded with zero query heads (`attention.io.targets._pairs`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FILE = "model.gguf"
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the file.
 
-    Each layer has a count of its own where llama.cpp supports that for the family, else all have
-    one as in target gqa.
+    The counts of layers may differ where llama.cpp supports that for the family, else all layers
+    have one count as in target gqa.
 
     Raises:
         TargetError: For composition, for what llama.cpp lacks, and for a family without groups.
@@ -55,7 +55,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 
 @lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
-    """Return the model as it is, every layer with weights of its own.
+    """Return the model as it is, without weights shared between layers.
 
     Heads are padded when they are written.
     """

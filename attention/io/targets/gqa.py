@@ -81,7 +81,7 @@ def stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
 
 @holding_wide
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
-    """As many KV heads in every layer as the layer with most pairs has.
+    """Give every layer as many KV heads as the layer with most pairs has.
 
     Raises:
         TargetError: For composition, for a family whose stock form has no groups, and where no

@@ -69,7 +69,7 @@ def _stock_config(config: Any, plan: AttentionPlan) -> PretrainedConfig:
 
 @lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
-    """Return the stock model with attention of its own size in each layer; or as target gqa."""
+    """Return the stock model with different attention sizes per layer; or as target gqa."""
     plan = plan_of(model)
     held(model.config, plan)
     if len(set(kv_heads_of(plan))) == 1:
@@ -120,7 +120,7 @@ def code_for(family: Family) -> str:
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:
-    """As anyone reads it: the code in the folder is the file that `write` has put there."""
+    """Read the folder as any user does: its code is the file that `write` has put there."""
     return AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=torch.float32, trust_remote_code=True
     ).eval()

@@ -1,8 +1,8 @@
 """GPT-NeoX as Phi, which has grouped key and value heads and is served by stock engines.
 
-Both put attention and MLP side by side on one residual. GPT-NeoX gives each a layer norm of its
-own, Phi one to both: the scales and shifts, by which alone they differ, are folded into the
-projections that read them. The KV heads are then laid out by the `gqa` target.
+Both run attention and MLP in parallel on one residual. GPT-NeoX has a separate layer norm for each,
+Phi one for both: the scales and shifts, by which alone they differ, are folded into the projections
+that read them. The KV heads are then laid out by the `gqa` target.
 
 Legend: n the normalised input, g and b a norm's scale and shift: W (g·n + b) + c = (W diag(g)) n +
 (W b + c).

@@ -2,9 +2,9 @@
 
 Keys and values apart, and composed heads.
 
-The cache holds each layer's key heads and value heads as the plan has them, and the key-side
-weights of composition. Whoever loads it must allow the code in the folder (`trust_remote_code`),
-which needs nothing of Headfold.
+The cache stores each layer's key heads and value heads as the plan has them, and the key-side
+weights of composition. Loading it requires permission for the code in the folder
+(`trust_remote_code`), which does not need Headfold.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return what the plan itself keeps.
 
     Raises:
-        TargetError: For other families, and for composition beside what it cannot be beside.
+        TargetError: For other families, and for composition with features that exclude it.
     """
     family = family_of(config).name
     composed = plan.composition
@@ -82,7 +82,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 
 @lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
-    """Return the model as it is, every layer with weights of its own; a GPT-NeoX as Phi."""
+    """Return the model as it is, without weights shared between layers; a GPT-NeoX as Phi."""
     plan = plan_of(model)
     held(model.config, plan)
     if family_of(model.config).name == "gpt_neox":
@@ -152,7 +152,7 @@ def _code_of(plan: AttentionPlan) -> list[Path]:
 def code_for(file: Path, family: Family) -> str:
     """Return a file for the folder of a family.
 
-    Llama's, with the family's names, and what lies beside it imported there.
+    Llama's, with the family's names, and with imports of the other files in the folder.
     """
     model_class = family.model_class.__name__
     config_class = family.config_class.__name__
@@ -167,7 +167,7 @@ def code_for(file: Path, family: Family) -> str:
 
 
 def read(folder: Path, config: Any) -> PreTrainedModel:
-    """As anyone reads it: the code in the folder is the file that `write` has put there."""
+    """Read the folder as any user does: its code is the file that `write` has put there."""
     return AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=torch.float32, trust_remote_code=True
     ).eval()

@@ -68,9 +68,9 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2")
 def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the export.
 
-    Each layer has a count of its own, as DeciLM or as in target per_layer; a GPT-NeoX has one for
-    all, as in target phi, and so has what neither of the two takes, as in target gqa: a model with
-    windows, for one.
+    The counts of layers may differ, as DeciLM or as in target per_layer. A GPT-NeoX has one count
+    for all layers, as in target phi, and so do models that neither of the two supports, as in
+    target gqa: a model with windows, for one.
 
     Raises:
         TargetError: For composition, for families without groups, and for counts with no small

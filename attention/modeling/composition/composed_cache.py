@@ -1,4 +1,4 @@
-"""A cache layer with the key-side weights of composition beside keys and values.
+"""A cache layer with the key-side weights of composition in addition to keys and values.
 
 Xiao 2024, sec. 4.4. Legend: B batch, S cached tokens, C values per token
 (`Composition.cached_values`).

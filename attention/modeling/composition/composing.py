@@ -4,7 +4,7 @@ Legend: B batch, H query heads in n groups of h, R rank, D model dim, T query to
 d head dim, G^K kept key heads; A `[B, H, T, S]` are scores before softmax or weights after it.
 
 Composition acts on the scores of the H query heads, however many key and value heads are kept. The
-weights of one side of one place are packed in `[B, T, H(2R+1)]`: that is what the cache holds of
+weights of one side of one place are packed in `[B, T, H(2R+1)]`: that is what the cache stores of
 the key side.
 
 Settings have the fields of `attention.plan.Composition`. This file and `scores.py` need torch
@@ -34,7 +34,7 @@ def head_norm(x: Tensor) -> Tensor:
 
 
 def low_rank(scores_BnhXY: Tensor, down_BXnRh: Tensor, up_BXnRh: Tensor) -> Tensor:
-    """H -> R -> H with weights of their own for every position of X (Xiao 2024, Eq. 7, App. D)."""
+    """H -> R -> H with separate weights for every position of X (Xiao 2024, Eq. 7, App. D)."""
     inner = torch.einsum("bnhxy,bxnrh->bnrxy", scores_BnhXY, down_BXnRh)
     return torch.einsum("bnrxy,bxnrh->bnhxy", inner, up_BXnRh)
 
@@ -52,8 +52,8 @@ def _unpack(
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
     """`[B, X, H(2R+1)]` -> (down, up) `[B, X, n, R, h]` each, and the gate `[B, X, H]`.
 
-    Of width 2HR there is no gate, of width H no projection (None): which are there follows from the
-    width.
+    Of width 2HR there is no gate, of width H no projection (None): the width determines which are
+    present.
     """
     low = heads * rank
     width = weights.shape[-1]
@@ -109,14 +109,14 @@ def compose(
 
 
 class DynamicWeights(nn.Module):
-    """What one side of one place makes of its tokens (Xiao 2024, Eq. 5 and 6).
+    """The weights that one side of one place computes for its tokens (Xiao 2024, Eq. 5 and 6).
 
     `[B, X, D]` -> `[B, X, H(2R+1)]`.
 
-    dw = gelu(x W_1) W_2, split in two of `[R, h]` a group, the first normed over heads; gate =
-    tanh(x W_g). Each group is a Compose of its own (sec. 3.2): `w_1 [D, n, 2hR]`, `w_2 [n, 2hR,
+    dw = gelu(x W_1) W_2, split in two of `[R, h]` per group, the first normed over heads; gate =
+    tanh(x W_g). Each group is a separate Compose (sec. 3.2): `w_1 [D, n, 2hR]`, `w_2 [n, 2hR,
     2hR]`, `w_gate [D, H]`. Without the projection there is no w_1 and no w_2, without the gate no
-    w_gate (Table 9), and so many weights less.
+    w_gate (Table 9), and accordingly fewer weights.
     """
 
     w_1: nn.Parameter | None
@@ -167,7 +167,7 @@ class DynamicWeights(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attention inputs `[B, X, D]` -> packed weights `[B, X, H(2R+1)]`.
 
-        Of all groups down, then up, then gates.
+        Returns down, then up, then gates, each of all groups.
         """
         parts = []
         if self.w_1 is not None and self.w_2 is not None:

@@ -1,6 +1,6 @@
 """Fused decoding on accelerators.
 
-Whether the kernel can take a call, and whether it can be trusted here.
+Checks whether the kernel supports a call, and whether its results are correct on this device.
 
 Legend: B batch, H query heads, G^K / G^V kept key / value heads, S cached tokens, d head dim.
 
@@ -79,9 +79,9 @@ def fused_decode(
 def trusted(
     device: torch.device, dtype: torch.dtype, width: int, widths: tuple[int, int] = (1, 1)
 ) -> bool:
-    """Whether the kernel gives what the reference gives on this device.
+    """Return whether the kernel agrees with the reference on this device.
 
-    Looked at once a process, dtype, head dim and widths of key and value heads.
+    Checked once per process, dtype, head dim and widths of key and value heads.
 
     A compiler or a chip that nobody has tried must not change what a model says: it warns, and
     other ways are taken.
@@ -89,7 +89,7 @@ def trusted(
     plan = LayerPlan((0, 1, 0, 2, 2, 2), (0, 0, 1, 1, 0, 1), *widths)
     try:
         apart = difference(plan, width, 300, device, dtype)
-    except Exception as error:  # whatever a compiler may raise
+    except Exception as error:  # a compiler may raise anything
         reason = f"{type(error).__name__}: {error}"
     else:
         if apart <= TOLERANCE[dtype]:

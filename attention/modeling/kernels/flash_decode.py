@@ -14,8 +14,8 @@ each row only what that row's own value head gives.
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false
-# Triton is there on some machines only, and a kernel is written and called in a language of its
-# own.
+# Triton is installed on some machines only, and a kernel is written and called in Triton's own
+# language.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from attention.modeling.kernels.tables import Tables
 
 STEP_BYTES = (
-    128  # of one column: 64 tokens a step in half precision, 32 in float32, to fit in shared memory
+    128  # per column: 64 tokens per step in half precision, 32 in float32, to fit in shared memory
 )
 _LONG_COLUMN = 128  # numbers of a head
 MOST_SPLITS = 64
@@ -55,7 +55,7 @@ def _attend_split(
     """Attend to one split of one unit of one sequence.
 
     Writes out `[B, H, n, m·d]`, not yet divided, and maxima and sums `[B, H, n]`. A head of width
-    m·d lies in memory as m neighbouring heads of width d.
+    m·d is stored as m neighbouring heads of width d.
     """
     unit = tl.program_id(0) % units
     batch = (tl.program_id(0) // units).to(tl.int64)  # offsets of long caches pass 2^31
@@ -200,7 +200,7 @@ def flash_decode(
     key_padded, value_padded = (
         max(16, triton.next_power_of_2(m * head)) for m in (tables.key_width, tables.value_width)
     )
-    # Of long columns fewer tokens a step, so that these too fit in shared memory
+    # For long columns fewer tokens per step, so that these too fit in shared memory
     longest = max(_LONG_COLUMN, key_padded, value_padded)
     block = max(16, STEP_BYTES * _LONG_COLUMN // longest // query.element_size())
     splits, split_tokens = split_sizes(tokens, batch * units, _processors(device), block)

@@ -171,7 +171,7 @@ def _draw_promoted(
     return ring
 
 
-def _set_size_axis(axes: Any, sizes: Collection[int], own: int, max_ticks: int) -> None:
+def _set_size_axis(axes: Any, sizes: Collection[int], original_size: int, max_ticks: int) -> None:
     """Make an axis of KV bytes, with a tick at each size and its share, if they are few."""
     axes.set_xscale("log", base=2)
     axes.margins(x=0.16)
@@ -179,7 +179,7 @@ def _set_size_axis(axes: Any, sizes: Collection[int], own: int, max_ticks: int) 
     while len(ticks) > max_ticks:
         every_other = len(ticks) > 2 * max_ticks
         ticks = [*(ticks[:-1:2] if every_other else ticks[: max_ticks - 1]), ticks[-1]]
-    labels = [f"{size:,}\n{percent(round(size / own, 3))}" for size in ticks]
+    labels = [f"{size:,}\n{percent(round(size / original_size, 3))}" for size in ticks]
     axes.set_xticks(ticks, labels)
     axes.set_xticks([], minor=True)
 

@@ -90,11 +90,11 @@ def build_page(record: Mapping[str, Any]) -> str:
     if record["agreement"]:
         title = "Layer-output score compared with the loss of the model"
         heads.append(PageSection(title, text=_AGREEMENT, tables=[agreement_table(record)]))
-    made = "How this was made"
+    provenance = "How this was made"
     parts = [
         PagePart("Cost of a conversion", _cost_sections(record)),
         PagePart("Heads", heads),
-        PagePart(made, [PageSection(made, tables=[_provenance(record)])]),
+        PagePart(provenance, [PageSection(provenance, tables=[_provenance(record)])]),
     ]
     return render_page(f"Headfold: {name}", f"Headfold inspection: {name}", lead(record), parts)
 

@@ -26,7 +26,7 @@ _CONTEXT = 4096
 _MIN_WEIGHTS = 10**9
 """Bytes; for a smaller model the number is meaningless."""
 _MODEL_NAMES = {"checkpoint": "this model", "original": "original", "baseline": "baseline"}
-"""By their names in records, in the order in which they are read."""
+"""Titles by the names in records, in the order of the page."""
 _SUPPORT = "Engines that load the model without a larger KV cache."
 _CHECKED = "Checks in the engines that have loaded it."
 _POSITIONS = "Loss by position, nats per token."
@@ -88,8 +88,8 @@ def _quality(
         Stat("perplexity", number(model["perplexity"], ".2f"), perplexity),
     ]
     if size := model["kv_bytes_per_token"]:
-        own = original["kv_bytes_per_token"]
-        remark = f"{percent(round(size / own, 4))}; original {own:,}"
+        original_size = original["kv_bytes_per_token"]
+        remark = f"{percent(round(size / original_size, 4))}; original {original_size:,}"
         stats.append(Stat("KV cache, bytes per token", f"{size:,}", remark))
     if (baseline := candidate.get("baseline_loss")) is not None:
         remark = f"{baseline - original_loss:+.3f}; same number of training steps"

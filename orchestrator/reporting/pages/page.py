@@ -34,7 +34,7 @@ class Stat(NamedTuple):
 
 
 class Repetition(TypedDict):
-    """How to run a trial again."""
+    """Command that runs a trial again."""
 
     summary: str
     facts: dict[str, str]

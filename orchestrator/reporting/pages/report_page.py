@@ -86,7 +86,7 @@ def write_report(search: str | Path, out: str | Path | None = None) -> ReportRec
     content = _build_page(folder, trials, original, rows)
     path = Path(out) if out is not None else folder.report
     if out is None and folder.origin.is_file():
-        write_whole(path, content)  # the search's own page, whatever version of Headfold wrote it
+        write_whole(path, content)  # the search's own page, also of another version of Headfold
     else:
         write_page(path, content)
     return {

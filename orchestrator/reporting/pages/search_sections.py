@@ -93,7 +93,7 @@ def search_sections(
         _section("Loss increase against engine bytes", caches_figure(points), _CACHES),
         PageSection("Models and cache formats", tables=[cache_table(points)] if points else []),
     ]
-    if several_seeds(rows):  # arms are compared, single trials come last and folded away
+    if several_seeds(rows):  # arms are compared, single trials are at the end and collapsed
         return [
             *_arm_sections(rows, original),
             *promotion,

@@ -131,7 +131,7 @@ class Rungs:
         if rung.best is None:
             count = max(int(len(rung.trials) / self._factor), int(self._closed))
             order = range(len(rung.trials))
-            # Of equals the first counts: here, too, whatever came first
+            # Of equal ones the first counts, in order of arrival
             if self._expected is not None:
                 order = sorted(order, key=lambda index: rung.trials[index])
             values = [rung.values[index] for index in order]

@@ -40,7 +40,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class RungProblem:
-    """What a scheduler has to decide.
+    """The input of a scheduler.
 
     Attributes:
         rungs: Number of rungs, the untrained conversion included; results have a `rung`, from 0.
@@ -81,11 +81,11 @@ class RungScheduler(FIFOScheduler):
     Subclasses decide in `_decide`; here every trial continues.
 
     No trial is stopped at the last rung: its trials end by themselves and write their weights. A
-    trial whose recipe is protected (the baseline of every comparison) continues whatever its loss
-    and does not count at the rungs; nor does one whose `plan` the searcher has made: a probe, which
-    ends untrained, or the plan that many probes have led to. A trial whose loss is not finite is
+    trial whose recipe is protected (the baseline of every comparison) continues at any loss and
+    does not count at the rungs; nor does one whose `plan` was made by the searcher: a probe, which
+    ends untrained, or the plan that results from many probes. A trial whose loss is not finite is
     stopped at once. A rung that a trial reports again, because it continues from a checkpoint or
-    was restarted, counts once and stays decided.
+    was restarted, counts once and its decision does not change.
 
     A `pooled` report is of a model that the trial never trains from: its relaxation starts from
     unfused heads. It stops no trial and does not count; the first rung after the relaxation does. A
@@ -118,7 +118,7 @@ class RungScheduler(FIFOScheduler):
         return TrialScheduler.CONTINUE
 
     def _over(self, trial: Any) -> None:
-        """Free the slot of a trial that has ended, for whatever reason."""
+        """Free the slot of a trial that has ended, for any reason."""
         self.slots.taken.discard(trial.trial_id)
 
     def counts(self, trial: Any) -> bool:

@@ -94,7 +94,7 @@ class ChainSearch(ResumableSearcher):
         if candidate.probe and candidate.plan is not None:
             # The chains repeat their moves, up to this one
             next(
-                (chain for _, chain in self._walking() if self._wanted(chain) == candidate.plan),
+                (chain for _, chain in self._walking() if self._next_plan(chain) == candidate.plan),
                 None,
             )
             self._running[trial_id] = candidate.plan
@@ -108,7 +108,7 @@ class ChainSearch(ResumableSearcher):
     def _probe(self, trial_id: str) -> Candidate | None:
         """Return a plan that some chain waits for and no trial measures yet."""
         for kv_ratio, chain in self._walking():
-            plan = self._wanted(chain)
+            plan = self._next_plan(chain)
             if plan is not None and plan not in self._running.values():
                 self._running[trial_id] = plan
                 rate, seed = self._problem.space.learning_rates[0], self._problem.seeds[0]
@@ -125,7 +125,7 @@ class ChainSearch(ResumableSearcher):
         ]
         return sorted(chains, key=lambda pair: pair[1].moves)
 
-    def _wanted(self, chain: Chain) -> str | None:
+    def _next_plan(self, chain: Chain) -> str | None:
         """Return the plan that the chain waits for, or None when it is done.
 
         Every move whose score is known is made before.

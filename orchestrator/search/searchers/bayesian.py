@@ -3,7 +3,7 @@
 Two objectives, held-out loss and KV bytes per token (three where decode time is measured), so that
 the search spreads along the front and does not concentrate on one budget. Conditional decisions are
 made only when they arise (define by run). A suggestion is a function of the seed, its number and
-the results reported before it, in whatever order they arrived.
+the set of results reported before it.
 
 A trial that is paused or stopped at an early rung is reported with its lowest loss until then, and
 again when it progresses: the result of a trial is its best step, as in every table
@@ -114,7 +114,7 @@ class FrontSearch(ListedSearcher):
         """Yield the estimator's proposal, then its neighbours: one decision drawn anew, later more.
 
         Another proposal of the estimator helps little: when most decisions are categorical, its
-        likeliest draw is the current best, whatever the seed.
+        likeliest draw is the current best for any seed.
         """
         space = self._problem.space
         directions = [optuna.study.StudyDirection.MINIMIZE] * len(self._problem.objectives)

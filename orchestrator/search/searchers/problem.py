@@ -65,7 +65,7 @@ class ResumableSearcher(Searcher):
         raise NotImplementedError
 
     def upcoming(self, count: int) -> Sequence[Candidate]:
-        """Return the candidates that come next whatever is reported until then.
+        """Return the next candidates that do not depend on further reports.
 
         Args:
             count: Largest number.

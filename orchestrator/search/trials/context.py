@@ -40,7 +40,7 @@ class TrialContext:
         promotion_file: The promotion's own training text.
         test_file: The gate's own text; None if there was too little text.
         weights: Digest of the original model's.
-        mixed_moments: How its statistics are kept.
+        mixed_moments: Storage format of its statistics.
         pool: Name of the worker pool; None: every training starts its own workers.
         accelerator_type: Accelerator type of the workers.
         checkpoint_minutes: Longest time between checkpoints of a training.
@@ -163,10 +163,10 @@ class TrialContext:
         """
         if (times := self.decode_times) is None and self.tensor_parallel == 1:
             return {}
-        held = target(self.target).held(config, plan)
-        facts = {} if times is None else {DECODE: times.of(held)}
+        support = target(self.target).held(config, plan)
+        facts = {} if times is None else {DECODE: times.of(support)}
         if self.tensor_parallel > 1:
-            on_rank = held.on_rank(self.tensor_parallel, plan.num_heads)
+            on_rank = support.on_rank(self.tensor_parallel, plan.num_heads)
             facts[PER_GPU] = on_rank.bytes_per_token(self.dtype)
         return facts
 

@@ -16,14 +16,14 @@ from typing import Any
 def cache_bytes(cache):
     """Return the bytes of every tensor that a layer of the cache holds, each once.
 
-    Those that a layer keeps beside keys and values count too.
+    Tensors that a layer caches in addition to keys and values count too.
     """
-    held = {}
+    sizes = {}
     for layer in cache.layers:
         for tensor in vars(layer).values():
             if hasattr(tensor, "element_size") and tensor.dim() >= 3:
-                held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-    return sum(held.values())
+                sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(sizes.values())
 
 
 def seconds(model, prompt, tokens):
@@ -66,7 +66,9 @@ def timed(model, request):
     measured = [[seconds(model, prompt, tokens) for _ in rounds] for prompt in prompts]
     return {
         "seconds": [[times for times, _ in of_prompt] for of_prompt in measured],
-        "kv_bytes_per_token": max(held for of_prompt in measured for _, held in of_prompt),
+        "kv_bytes_per_token": max(
+            cache_bytes for of_prompt in measured for _, cache_bytes in of_prompt
+        ),
     }
 
 
@@ -94,7 +96,7 @@ def main():
     names = inspect.signature(model.forward).parameters
     cache_name = "cache" if "cache" in names else "past_key_values"  # until transformers 5.24
     for prompt in request["prompts"]:
-        taken, scores = [], []
+        chosen, scores = [], []
         ids = torch.tensor([prompt])
         cache: Any = None
         with torch.no_grad():
@@ -105,13 +107,13 @@ def main():
                 best = int(scored.argmax())
                 if best in stops:
                     break
-                taken.append(best)
+                chosen.append(best)
                 scores.append(float(scored[best]))
                 ids = torch.tensor([[best]])
         length = cache.get_seq_length()
         bytes_per_token = max(bytes_per_token, cache_bytes(cache) / length)
         completions.append(
-            {"tokens": taken, "log_probabilities": scores, "prompt_tokens": len(prompt)}
+            {"tokens": chosen, "log_probabilities": scores, "prompt_tokens": len(prompt)}
         )
     answer = {"completions": completions, "kv_bytes_per_token": bytes_per_token}
     print(json.dumps(version | answer), flush=True)

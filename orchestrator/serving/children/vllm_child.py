@@ -101,11 +101,11 @@ def cache(engine):
     blocks, size = config.num_gpu_blocks, config.block_size
     core = engine.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    held = {}
+    sizes = {}
     for tensor in runner.kv_caches:
         for part in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
-            held[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-    return {"capacity": blocks * size, "cache_bytes": sum(held.values())}
+            sizes[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return {"capacity": blocks * size, "cache_bytes": sum(sizes.values())}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from attention.base.timing import clock, duration
 
 
 class Clock:
-    """A clock that goes on when it is told to."""
+    """A clock that advances only when a test sets it."""
 
     now = 100.0
 
@@ -31,25 +31,25 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "message"),
     [(0.2, "1 s"), (42, "42 s"), (900, "15 min"), (3599, "1 h"), (4800, "1 h 20 min")],
 )
-def test_how_long_something_takes_in_words(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_how_long_something_takes_in_words(seconds: float, message: str) -> None:
+    assert duration(seconds) == message
 
 
-def test_nothing_is_shown_unless_it_is_asked_for(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with stage("fitting layers", 4, "layers") as told:
+def test_nothing_is_shown_unless_it_is_requested(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with stage("fitting layers", 4, "layers") as counter:
         at.now += 60
-        told.step()
+        counter.step()
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_log_gets_a_line_every_ten_seconds(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress("convert"), stage("fitting layers", 10, "layers") as told:
+    with show_progress("convert"), stage("fitting layers", 10, "layers") as counter:
         for _ in range(10):
             at.now += 4
-            told.step()
+            counter.step()
     assert capsys.readouterr().err.splitlines() == [
         "fitting layers: 3 of 10 layers, 0:28 left",
         "fitting layers: 6 of 10 layers, 0:16 left",
@@ -87,14 +87,14 @@ def test_no_time_left_is_given_before_a_twentieth_is_done(at: Clock) -> None:
 
 
 def test_what_was_done_before_does_not_make_it_seem_faster(at: Clock) -> None:
-    with stage("tokenising", 100, "tokens", start=80) as told:
-        assert str(told) == "tokenising: 80 of 100 tokens"
+    with stage("tokenising", 100, "tokens", start=80) as counter:
+        assert str(counter) == "tokenising: 80 of 100 tokens"
         at.now += 3
-        assert str(told) == "tokenising: 80 of 100 tokens, elapsed 0:03"
+        assert str(counter) == "tokenising: 80 of 100 tokens, elapsed 0:03"
         at.now -= 3
         at.now += 10
-        told.to(90)
-        assert told.left == pytest.approx(10.0)
+        counter.to(90)
+        assert counter.left == pytest.approx(10.0)
 
 
 def test_a_stage_within_another_is_not_shown(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,9 +114,9 @@ def test_a_stage_within_another_is_not_shown(at: Clock, capsys: pytest.CaptureFi
 
 
 def test_a_stage_within_one_that_cannot_be_counted_is_shown(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress("search"), stage("original model"), stage("calibrating", 2, "sequences") as told:
+    with show_progress("search"), stage("original model"), stage("calibrating", 2, "sequences") as counter:
         at.now += 20
-        told.step()
+        counter.step()
     assert capsys.readouterr().err == "calibrating: 1 of 2 sequences, 0:20 left\n"
 
 
@@ -130,37 +130,37 @@ def test_a_log_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch, capsys:
             time.sleep(1.3)
         with stage("starting Ray"):
             time.sleep(1.3)
-    said = capsys.readouterr().err.splitlines()
+    output = capsys.readouterr().err.splitlines()
     for line, words in zip(
-        said, ("convert: elapsed 0:0", "calibrating: 0 of 4 layers", "starting Ray: elapsed 0:0"), strict=True
+        output, ("convert: elapsed 0:0", "calibrating: 0 of 4 layers", "starting Ray: elapsed 0:0"), strict=True
     ):
         assert line.startswith(words)
 
 
 def test_the_time_left_runs_down_within_a_step_and_never_below_the_steps_to_come(at: Clock) -> None:
-    with stage("fitting layers", 4, "layers") as told:
+    with stage("fitting layers", 4, "layers") as counter:
         at.now += 10
-        told.step()
-        assert told.left == pytest.approx(30.0)
+        counter.step()
+        assert counter.left == pytest.approx(30.0)
         at.now += 6
-        assert told.left == pytest.approx(24.0)
+        assert counter.left == pytest.approx(24.0)
         at.now += 60
-        assert told.left == pytest.approx(22.5)
+        assert counter.left == pytest.approx(22.5)
 
 
 def test_what_workers_take_to_start_does_not_count(at: Clock) -> None:
-    with stage("training", 11, "steps") as told:
+    with stage("training", 11, "steps") as counter:
         at.now += 100
-        told.begin(1)
+        counter.begin(1)
         at.now += 2
-        told.to(2)
-        assert told.left == pytest.approx(18.0)
+        counter.to(2)
+        assert counter.left == pytest.approx(18.0)
 
 
 def test_threads_may_share_a_stage() -> None:
-    with stage("fitting layers", 400, "layers") as told, ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: told.step(), range(400)))
-    assert told.done == 400
+    with stage("fitting layers", 400, "layers") as counter, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: counter.step(), range(400)))
+    assert counter.done == 400
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +171,9 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm-256color")
-    with show_progress("convert"), stage("fitting layers", 3, "layers") as told:
+    with show_progress("convert"), stage("fitting layers", 3, "layers") as counter:
         for _ in range(3):
-            told.step()
+            counter.step()
     assert "fitting layers: 3 of 3 layers" in screen.getvalue()
 
 
@@ -182,7 +182,7 @@ def test_clock(seconds: float, words: str) -> None:
     assert clock(seconds) == words
 
 
-def test_in_a_log_details_beside_a_count_wait_for_half_a_minute(
+def test_in_a_log_details_of_a_count_wait_for_half_a_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SAY_SECONDS", 0.0)

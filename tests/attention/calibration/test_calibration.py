@@ -1,4 +1,4 @@
-"""One calibration pass: its statistics against the stock model's own, its files, and what it leaves behind."""
+"""One calibration pass: its statistics against the stock model's own, its files, and no leftovers."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
     H, d, wide = heads.num_heads, heads.head_dim, heads.hidden_size + 1
     count = seen.x.shape[0] * seen.x.shape[1]
     one = torch.ones(1, dtype=torch.float64)
-    found = {
+    result = {
         "input_moment": torch.zeros(wide, wide, dtype=torch.float64),
         "mixed_moments": torch.zeros(H, wide, wide, dtype=torch.float64),
         "query_moment": torch.zeros(H, d, d, dtype=torch.float64),
     }
     for x in seen.x.flatten(0, 1):
         extended = torch.cat([x, one])
-        found["input_moment"] += torch.outer(extended, extended) / count
+        result["input_moment"] += torch.outer(extended, extended) / count
     for head in range(H):
         for token, mixed in enumerate(seen.mixed(head)):  # a sink leaves weights that sum to less than 1
             extended = torch.cat([mixed, seen.weights[:, head].sum(-1).flatten()[token][None]])
-            found["mixed_moments"][head] += torch.outer(extended, extended) / count
+            result["mixed_moments"][head] += torch.outer(extended, extended) / count
     for head, queries in enumerate(activations(heads.q, heads.q_bias, seen.x)):
         for query in queries:
             if hasattr(module, "q_layernorm"):  # Phi has one for all heads, StableLM one for each, without a shift
@@ -95,13 +95,13 @@ def reference(model: PreTrainedModel, seen: Seen, layer: int) -> dict[str, Tenso
             if hasattr(module, "q_norm"):
                 weight = module.q_norm.weight.double() + (1 if geometry_of(model.config).family == "gemma3_text" else 0)
                 query = weight * query / (query.square().mean() + 1e-6).sqrt()
-            found["query_moment"][head] += torch.outer(query, query).detach() / count
+            result["query_moment"][head] += torch.outer(query, query).detach() / count
     if geometry_of(model.config).whole_norm:
         queries = activations(heads.q, heads.q_bias, seen.x)
         scale = (queries.square().mean((0, 2)) + module.config.rms_norm_eps).sqrt()
         queries = queries / scale[:, None] * module.q_norm.weight.double().view(H, 1, d)
-        found["query_moment"] = torch.einsum("hna,hnb->hab", queries, queries).detach() / count
-    return found | {"mixed_moments": packed(found["mixed_moments"])}
+        result["query_moment"] = torch.einsum("hna,hnb->hab", queries, queries).detach() / count
+    return result | {"mixed_moments": packed(result["mixed_moments"])}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,13 +110,13 @@ def test_moments_are_those_of_the_stock_model(case: str, tiny_model: Tiny, tiny_
     result = calibrate(model, tiny_tokens, batch_size=5, sample_tokens=7 * 24 + 3)
     assert result.tokens == tiny_tokens.numel() == result.layers[0].tokens
     for layer, (statistics, seen) in enumerate(zip(result.layers, watch(model, tiny_tokens), strict=True)):
-        for name, wanted in reference(model, seen, layer).items():
-            torch.testing.assert_close(getattr(statistics, name).double(), wanted, rtol=1e-4, atol=1e-5, msg=name)
+        for name, expected in reference(model, seen, layer).items():
+            torch.testing.assert_close(getattr(statistics, name).double(), expected, rtol=1e-4, atol=1e-5, msg=name)
         torch.testing.assert_close(statistics.inputs.double(), seen.x[:7], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("held", [3 * 24 * 24, 24 * 5])
-def test_attention_weights_are_held_a_slice_at_a_time(
+def test_attention_weights_are_in_memory_a_slice_at_a_time(
     held: int, tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some sequences of a head, or five tokens of one sequence: the same statistics and the same layers above."""
@@ -137,13 +137,13 @@ def test_attention_weights_are_held_a_slice_at_a_time(
 def test_what_attention_cannot_see_may_be_left_out(
     family: str, tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long sequence some tokens at a time are looked at, with what comes before their end."""
+    """Some tokens of a long sequence are processed at a time, with all tokens before their end."""
     model = tiny_model(family)
     whole = calibrate(model, tiny_tokens)
     monkeypatch.setattr(collecting, "BLOCK", 5)
-    for found, expected in zip(calibrate(model, tiny_tokens).layers, whole.layers, strict=True):
-        torch.testing.assert_close(found.mixed_moments, expected.mixed_moments, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(found.input_moment, expected.input_moment, atol=1e-6, rtol=1e-5)
+    for result, expected in zip(calibrate(model, tiny_tokens).layers, whole.layers, strict=True):
+        torch.testing.assert_close(result.mixed_moments, expected.mixed_moments, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(result.input_moment, expected.input_moment, atol=1e-6, rtol=1e-5)
 
 
 def test_a_symmetric_matrix_comes_back_from_its_triangle() -> None:
@@ -187,9 +187,9 @@ def test_a_converted_model_is_seen_as_its_expanded_form(tiny_model: Tiny, tiny_t
         family.attention_modules(expanded), family.attention_modules(converted), plan.layers, strict=True
     ):
         family.write(target, family.read(source, geometry).expand(layer.key_map, layer.value_map))
-    for got, wanted in zip(result.layers, calibrate(expanded, tiny_tokens).layers, strict=True):
+    for got, expected in zip(result.layers, calibrate(expanded, tiny_tokens).layers, strict=True):
         for name, value in tensors(got).items():
-            torch.testing.assert_close(value, getattr(wanted, name), rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(value, getattr(expected, name), rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_lower_precision_models_are_summed_in_float32(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
@@ -223,8 +223,8 @@ def test_the_size_is_the_one_that_is_estimated(mixed: Mixed, tiny_model: Tiny, t
     model = tiny_model("llama", num_key_value_heads=2)
     geometry = geometry_of(model.config)
     result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed)
-    held = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
-    assert held == geometry.num_layers * layer_bytes(geometry, 96, mixed)
+    stored_bytes = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
+    assert stored_bytes == geometry.num_layers * layer_bytes(geometry, 96, mixed)
 
 
 def test_progress_counts_sequences(
@@ -235,20 +235,20 @@ def test_progress_counts_sequences(
     assert not capsys.readouterr().err, "a library is silent unless it is asked"
     with progress.show_progress("convert"):
         calibrate(tiny_model("llama"), tiny_tokens, batch_size=5)
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("calibrating: ")]
-    assert [line.split(",")[0] for line in told] == [f"calibrating: {n} of 12 sequences" for n in (5, 10, 12)]
+    output = [line for line in capsys.readouterr().err.splitlines() if line.startswith("calibrating: ")]
+    assert [line.split(",")[0] for line in output] == [f"calibrating: {n} of 12 sequences" for n in (5, 10, 12)]
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
 
 
 def test_files_bring_back_every_bit(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
-    made = calibrate(tiny_model("qwen3"), tiny_tokens)
-    made.save(tmp_path / "deep" / "c")
-    made.save(tmp_path / "deep" / "c")  # over an older one
-    found = Calibration.load(tmp_path / "deep" / "c")
-    assert (found.tokens, found.digest) == (made.tokens, made.digest)
-    for one, other in zip(made.layers, found.layers, strict=True):
+    calibration = calibrate(tiny_model("qwen3"), tiny_tokens)
+    calibration.save(tmp_path / "deep" / "c")
+    calibration.save(tmp_path / "deep" / "c")  # over an older one
+    result = Calibration.load(tmp_path / "deep" / "c")
+    assert (result.tokens, result.digest) == (calibration.tokens, calibration.digest)
+    for one, other in zip(calibration.layers, result.layers, strict=True):
         assert one.tokens == other.tokens
         assert all(torch.equal(value, getattr(other, name)) for name, value in tensors(one).items())
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["c"]
@@ -261,7 +261,7 @@ def test_a_failed_save_leaves_the_old_files(
     old.save(tmp_path / "c")
     new = calibrate(tiny_model("llama"), tiny_tokens)
 
-    def fail(found: dict[str, Tensor], path: Path) -> None:
+    def fail(result: dict[str, Tensor], path: Path) -> None:
         path.write_bytes(b"half a file")
         raise OSError("disk full")
 
@@ -274,9 +274,9 @@ def test_a_failed_save_leaves_the_old_files(
 
 def test_what_a_killed_save_has_left_goes_after_a_day(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
     abandoned, living = (tmp_path / f".c.{pid}.new" for pid in (1, 2))
-    for left in (abandoned, living):
-        left.mkdir()
-        (left / "layer-0000.safetensors").write_bytes(b"half a file")
+    for remaining in (abandoned, living):
+        remaining.mkdir()
+        (remaining / "layer-0000.safetensors").write_bytes(b"half a file")
     yesterday = time.time() - 25 * 3600
     for path in (abandoned / "layer-0000.safetensors", abandoned):
         os.utime(path, (yesterday, yesterday))
@@ -360,12 +360,12 @@ def test_settings_that_do_not_fit_are_refused(tiny_model: Tiny, tiny_tokens: Ten
 
 def test_a_gqa_checkpoint_and_its_lift_calibrate_alike(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("qwen2", num_key_value_heads=2)
-    for got, wanted in zip(
+    for got, expected in zip(
         calibrate(model, tiny_tokens).layers,
         calibrate(as_mha(model), tiny_tokens).layers,
         strict=True,
     ):
-        torch.testing.assert_close(got.mixed_moments, wanted.mixed_moments, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got.mixed_moments, expected.mixed_moments, rtol=1e-4, atol=1e-5)
 
 
 def test_a_composed_model_is_refused(tiny_model) -> None:

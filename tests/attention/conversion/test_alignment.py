@@ -95,9 +95,9 @@ def test_procrustes_by_hand() -> None:
 def test_rotary_procrustes_recovers_what_commutes_with_rope(name: str) -> None:
     layout = LAYOUTS[name]
     x, rotation = normal(8, 60), commuting(layout, seed=3)
-    found = procrustes(x, rotation @ x, layout)
-    torch.testing.assert_close(found, rotation)
-    torch.testing.assert_close(found @ rope(layout, 7), rope(layout, 7) @ found)
+    result = procrustes(x, rotation @ x, layout)
+    torch.testing.assert_close(result, rotation)
+    torch.testing.assert_close(result @ rope(layout, 7), rope(layout, 7) @ result)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -133,8 +133,8 @@ def test_generalised_procrustes_is_algorithm_1_on_tokens(name: str) -> None:
     for _ in range(3):  # Jin 2024, alg. 1, with the tokens themselves
         mean = turned.mean(0)
         turned = torch.stack([procrustes(head, mean, layout) @ head for head in turned])
-    found = align_group(gram_of(heads), layout, iterations=3) @ heads
-    torch.testing.assert_close(found, turned, rtol=1e-6, atol=1e-6)
+    result = align_group(gram_of(heads), layout, iterations=3) @ heads
+    torch.testing.assert_close(result, turned, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -213,11 +213,11 @@ def test_heads_that_differ_by_rotation_alone_merge_without_loss(
     model = with_heads(model, turned)
     calibration = calibrate(model, tiny_tokens)
     plan = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4),) * 2, 8)
-    wanted = logits(model, tiny_tokens)
+    expected = logits(model, tiny_tokens)
     plain = logits(convert(model, plan), tiny_tokens)
     merged = logits(convert(model, plan, alignment="procrustes", calibration=calibration), tiny_tokens)
-    assert (plain - wanted).abs().max() > 0.5
-    torch.testing.assert_close(merged, wanted, rtol=0, atol=1e-3)
+    assert (plain - expected).abs().max() > 0.5
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-3)
 
 
 def test_groups_of_one_stay_bit_by_bit(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
@@ -258,7 +258,7 @@ def test_pair_similarity_is_that_of_each_pair_alone(
     heads, seen = lifted(model)[1], watch(model, tiny_tokens)[1]
     layout = geometry_of(model.config).rotary if side == "key" else RotaryLayout.none(8)
     gram = head_gram(heads, statistics, side, criterion)
-    found = pair_similarity(gram, criterion, layout)
+    result = pair_similarity(gram, criterion, layout)
     rows, bias = (heads.k, heads.k_bias) if side == "key" else (heads.v, heads.v_bias)
     tokens = activations(rows, bias, seen.x).transpose(1, 2)
     if criterion == "cos":
@@ -267,7 +267,7 @@ def test_pair_similarity_is_that_of_each_pair_alone(
         for j in range(4):
             moved = procrustes(tokens[j], tokens[i], layout) @ tokens[j]
             if criterion == "cos":
-                wanted = torch.cosine_similarity(moved, tokens[i], dim=0).mean()
+                expected = torch.cosine_similarity(moved, tokens[i], dim=0).mean()
             else:
-                wanted = -(moved - tokens[i]).square().sum(0).mean().sqrt()
-            assert abs(found[i, j] - wanted) < 2e-2 if i == j else abs(found[i, j] - wanted) < 1e-3
+                expected = -(moved - tokens[i]).square().sum(0).mean().sqrt()
+            assert abs(result[i, j] - expected) < 2e-2 if i == j else abs(result[i, j] - expected) < 1e-3

@@ -60,9 +60,9 @@ def test_converted_model_is_lifted_without_loss(name: str, tiny_model) -> None:
 def test_mean_worked_example(tiny_model) -> None:
     model = tiny_model("qwen2")
     plan = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)),) * 2, 8)
-    made = convert(model, plan, fusion="mean")
+    converted = convert(model, plan, fusion="mean")
     k, v = model.model.layers[0].self_attn.k_proj, model.model.layers[0].self_attn.v_proj
-    new = made.model.layers[0].self_attn
+    new = converted.model.layers[0].self_attn
     assert torch.allclose(new.k_proj.weight[:8], (k.weight[0:8] + k.weight[8:16]) / 2)
     assert torch.allclose(new.v_proj.weight[:8], (v.weight[0:8] + v.weight[24:32]) / 2)
     assert torch.allclose(new.v_proj.bias[8:], (v.bias[8:16] + v.bias[16:24]) / 2)

@@ -212,10 +212,10 @@ def test_heads_of_one_subspace_merge_without_loss(case: str, tiny_model: Tiny, t
     model = with_heads(model, related)
     calibration = calibrate(model, tiny_tokens)
     plan = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4),) * 2, 8)
-    wanted = logits(model, tiny_tokens)
-    assert (logits(convert(model, plan), tiny_tokens) - wanted).abs().max() > 0.5
+    expected = logits(model, tiny_tokens)
+    assert (logits(convert(model, plan), tiny_tokens) - expected).abs().max() > 0.5
     merged = convert(model, plan, fusion="least_squares", calibration=calibration)
-    torch.testing.assert_close(logits(merged, tiny_tokens), wanted, rtol=0, atol=2e-3)
+    torch.testing.assert_close(logits(merged, tiny_tokens), expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("case", ["qwen2", "opt"])
@@ -225,10 +225,10 @@ def test_constants_of_value_biases_survive(case: str, tiny_model: Tiny, tiny_tok
     model = with_heads(model, [replace(heads, v=torch.zeros_like(heads.v)) for heads in lifted(model)])
     calibration = calibrate(model, tiny_tokens)
     plan = AttentionPlan((LayerPlan((0, 1, 2, 3), (0,) * 4),) * 2, 8)
-    wanted = logits(model, tiny_tokens)
-    assert (logits(convert(model, plan), tiny_tokens) - wanted).abs().max() > 0.1
+    expected = logits(model, tiny_tokens)
+    assert (logits(convert(model, plan), tiny_tokens) - expected).abs().max() > 0.1
     merged = convert(model, plan, fusion="least_squares", calibration=calibration)
-    torch.testing.assert_close(logits(merged, tiny_tokens), wanted, rtol=0, atol=1e-3)
+    torch.testing.assert_close(logits(merged, tiny_tokens), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])
@@ -249,8 +249,8 @@ def measured_value_error(heads: LayerHeads, fused: LayerHeads, value_map: tuple[
     mixed, sums = seen.mixed(h), seen.weights[:, h].sum(-1).flatten()
 
     def seen_values(layer: LayerHeads, index: int) -> Tensor:
-        found = activations(layer.v[index : index + 1], None, mixed)[0]
-        return found if layer.v_bias is None else found + sums[:, None] * layer.v_bias[index].double()
+        result = activations(layer.v[index : index + 1], None, mixed)[0]
+        return result if layer.v_bias is None else result + sums[:, None] * layer.v_bias[index].double()
 
     slot = value_map[h]
     change = seen_values(heads, h) @ heads.o[h].double().T - seen_values(fused, slot) @ fused.o[h].double().T
@@ -268,10 +268,10 @@ def test_value_errors_are_those_measured_on_tokens(
     heads, statistics, seen = lifted(model)[1], calibration.layers[1], watch(model, tiny_tokens)[1]
     fused = least_squares_fuse(heads, PLAN, statistics, geometry, sweeps=sweeps)
     cost = ValueCost(heads, statistics, geometry)
-    found = [cost.fit(torch.tensor(g), sweeps).errors.sum() if len(g) > 1 else 0 for g in PLAN.value_groups]
-    for group, error in zip(PLAN.value_groups, found, strict=True):
-        wanted = sum(measured_value_error(heads, fused, PLAN.value_map, seen, h) for h in group)
-        assert float(error) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    result = [cost.fit(torch.tensor(g), sweeps).errors.sum() if len(g) > 1 else 0 for g in PLAN.value_groups]
+    for group, error in zip(PLAN.value_groups, result, strict=True):
+        expected = sum(measured_value_error(heads, fused, PLAN.value_map, seen, h) for h in group)
+        assert float(error) == pytest.approx(expected, rel=1e-3, abs=1e-5)
         assert (error == 0) == (len(group) == 1)
 
 
@@ -284,14 +284,14 @@ def test_keys_under_a_norm_of_all_heads(
     model = tiny_model(family)
     calibration = calibrate(model, tiny_tokens)
     plan = AttentionPlan((LayerPlan(key_map, (0, 1, 2, 3)),) * 2, 8)
-    wanted, apart = logits(model, tiny_tokens), {}
+    expected, apart = logits(model, tiny_tokens), {}
     for name in ("mean", "least_squares"):
-        made = convert(model, plan, fusion=name, calibration=calibration)
-        apart[name] = float((logits(made, tiny_tokens) - wanted).square().mean())
+        converted = convert(model, plan, fusion=name, calibration=calibration)
+        apart[name] = float((logits(converted, tiny_tokens) - expected).square().mean())
     assert 0 < apart["least_squares"] < 0.95 * apart["mean"], apart  # random keys: little to gain
-    made = convert(model, plan, fusion="least_squares", calibration=calibration)
-    expanded = with_heads(model, lift(made))
-    torch.testing.assert_close(logits(expanded, tiny_tokens), logits(made, tiny_tokens), rtol=0, atol=2e-5)
+    converted = convert(model, plan, fusion="least_squares", calibration=calibration)
+    expanded = with_heads(model, lift(converted))
+    torch.testing.assert_close(logits(expanded, tiny_tokens), logits(converted, tiny_tokens), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])
@@ -329,7 +329,7 @@ def slow_key_error(heads: LayerHeads, fused: LayerHeads, slot: int, h: int, seen
     free = list(layout.free)
     if free:
         logit = q[:, free] @ k[:, free].T - q_new[:, free] @ k_new[:, free].T
-        logit = logit - logit.mean(1, keepdim=True)  # one number a query, which softmax does not see
+        logit = logit - logit.mean(1, keepdim=True)  # one number per query, which softmax does not see
         total += logit.square().mean().item()
     return total
 
@@ -340,10 +340,10 @@ def test_key_errors_are_those_measured_on_tokens(case: str, tiny_model: Tiny, ti
     heads, statistics, seen = lifted(model)[1], calibration.layers[1], watch(model, tiny_tokens)[1]
     fused = least_squares_fuse(heads, PLAN, statistics, geometry)
     cost = KeyCost(heads, statistics, geometry)
-    found = [cost.cost(group) for group in PLAN.key_groups]
-    for slot, (group, error) in enumerate(zip(PLAN.key_groups, found, strict=True)):
-        wanted = sum(slow_key_error(heads, fused, slot, h, seen, geometry.rotary) for h in group)
-        assert error == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+    result = [cost.cost(group) for group in PLAN.key_groups]
+    for slot, (group, error) in enumerate(zip(PLAN.key_groups, result, strict=True)):
+        expected = sum(slow_key_error(heads, fused, slot, h, seen, geometry.rotary) for h in group)
+        assert error == pytest.approx(expected, rel=1e-3, abs=1e-4)
         assert (error == 0) == (len(group) == 1)
 
 
@@ -358,8 +358,7 @@ def test_keys_under_a_norm_are_averaged(case: str, signed: bool, tiny_model: Tin
     fused = least_squares_fuse(heads, PLAN, statistics, geometry)
     start = turned if signed else heads
     assert torch.equal(fused.q, start.q) and torch.equal(fused.k, mean_fuse(start, PLAN).k)
-    # Parallel heads cost nothing whatever their length, since the norm takes it away; opposed ones the most, but for
-    # signs.
+    # Parallel heads cost nothing at any length, since the norm removes it; opposed ones the most, but for signs.
     parallel = replace(heads, k=heads.k[:1] * torch.tensor([1.0, 2, 3, -1]).view(4, 1, 1))
     if heads.k_bias is not None:
         parallel = replace(parallel, k_bias=torch.zeros_like(heads.k_bias))
@@ -370,24 +369,24 @@ def test_keys_under_a_norm_are_averaged(case: str, signed: bool, tiny_model: Tin
 
 
 def test_signs_of_a_unit_are_the_best_of_all() -> None:
-    """Of few heads: against every choice. The first keeps its own."""
+    """Of few heads: against every choice. The first keeps its dims."""
     rows = torch.randn(50, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     gram = rows @ rows.mT
     chosen = signs(gram)
     every = torch.cartesian_prod(*[torch.tensor([1.0, -1.0], dtype=torch.float64)] * 4)
     every = torch.cat([torch.ones(len(every), 1), every.double()], 1)
     best = torch.einsum("si,nij,sj->ns", every, gram, every).amax(1)
-    found = torch.einsum("ni,nij,nj->n", chosen, gram, chosen)
+    result = torch.einsum("ni,nij,nj->n", chosen, gram, chosen)
     assert (chosen[:, 0] == 1).all() and set(chosen.unique().tolist()) == {-1.0, 1.0}
-    assert (found > 0.85 * best).all() and (found > 0.999 * best).double().mean() > 0.9
+    assert (result > 0.85 * best).all() and (result > 0.999 * best).double().mean() > 0.9
 
 
 def test_signs_bring_keys_under_a_norm_nearer(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = tiny_model("qwen3")
     calibration, plan = calibrate(model, tiny_tokens), AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 2, 3)),) * 2, 8)
-    wanted = logits(model, tiny_tokens)
-    made = (convert(model, plan, fusion=name, calibration=calibration) for name in ("least_squares", "mean"))
-    apart = [float((logits(one, tiny_tokens) - wanted).square().mean()) for one in made]
+    expected = logits(model, tiny_tokens)
+    created = (convert(model, plan, fusion=name, calibration=calibration) for name in ("least_squares", "mean"))
+    apart = [float((logits(one, tiny_tokens) - expected).square().mean()) for one in created]
     assert 0 < apart[0] < apart[1]
 
 
@@ -405,10 +404,10 @@ def test_values_are_the_svd_of_the_weighted_maps(tiny_model: Tiny, tiny_tokens: 
     root = vectors * values.sqrt() @ vectors.T
     left = torch.linalg.svd(root @ torch.cat(maps, dim=1)).U[:, :8]
     shared = torch.linalg.solve(root, left)
-    for h, covariance, wanted in zip(group, covariances, maps, strict=True):
-        refitted = shared @ torch.linalg.solve(shared.T @ covariance @ shared, shared.T @ covariance @ wanted)
-        found = fused.v[0].double().T @ fused.o[h].double().T
-        torch.testing.assert_close(found, refitted, rtol=1e-2, atol=1e-3)
+    for h, covariance, expected in zip(group, covariances, maps, strict=True):
+        refitted = shared @ torch.linalg.solve(shared.T @ covariance @ shared, shared.T @ covariance @ expected)
+        result = fused.v[0].double().T @ fused.o[h].double().T
+        torch.testing.assert_close(result, refitted, rtol=1e-2, atol=1e-3)
 
 
 def test_keys_are_the_leading_direction_of_each_pair(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
@@ -424,11 +423,11 @@ def test_keys_are_the_leading_direction_of_each_pair(tiny_model: Tiny, tiny_toke
         left, values, right = torch.linalg.svd(weight[:, None] * keys, full_matrices=False)
         best = left[:, :1] * values[0] @ right[:1] / weight[:, None]
         for index, h in enumerate(group):
-            found = (
+            result = (
                 torch.complex(q_new[h][:, a], -q_new[h][:, b])[:, None] * torch.complex(k_new[:, a], k_new[:, b])
             ).real
-            wanted = (torch.complex(q[h][:, a], -q[h][:, b])[:, None] * best[index]).real
-            torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+            expected = (torch.complex(q[h][:, a], -q[h][:, b])[:, None] * best[index]).real
+            torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_two_keys_by_hand() -> None:

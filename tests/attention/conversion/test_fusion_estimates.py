@@ -28,7 +28,7 @@ def test_a_gram_under_a_packed_moment_is_the_plain_product(rows: int, width: int
     triangle = packed(moment[None])[0]
     torch.testing.assert_close(gram_under(matrix, triangle), matrix @ moment @ matrix.T)
     torch.testing.assert_close(unpacked(triangle), moment)
-    torch.testing.assert_close(triangle, packed(moment[None])[0])  # the caller's is left as it was
+    torch.testing.assert_close(triangle, packed(moment[None])[0])  # the caller's is not changed
 
 
 @pytest.mark.parametrize("width", [7, 33, 700])
@@ -41,7 +41,7 @@ def test_a_moment_on_an_accelerator_is_unpacked_the_same(width: int, fgpu: torch
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-def test_pooled_estimates_lie_between_the_eigenvalues_and_the_energy(
+def test_pooled_estimates_are_between_the_eigenvalues_and_the_energy(
     layer: int, demo_model: PreTrainedModel, demo_calibration: Calibration
 ) -> None:
     """Never below what the eigenvalues of the pooled Gram hold beyond the largest, and the closer the more steps."""

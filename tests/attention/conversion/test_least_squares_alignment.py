@@ -64,14 +64,14 @@ def test_bounded_maps_keep_their_form() -> None:
     maps = torch.zeros(2, 8, 8, dtype=torch.float64)
     maps[:, 0, 0] = maps[:, 2, 2] = 2.0  # pair (0, 2) stretched by 2; pair (1, 3) gone
     maps[:, 4:, 4:] = torch.diag(torch.tensor([1.0, 1.0, 0.01, 0.0], dtype=torch.float64))
-    found = bounded(maps, layout, 0.1)
-    assert torch.equal(found[:, 0, 0], torch.tensor([2.0, 2.0], dtype=torch.float64))
-    torch.testing.assert_close(found[:, 1, 1], torch.tensor([0.2, 0.2], dtype=torch.float64))
-    assert torch.equal(found[:, 1, 1], found[:, 3, 3])
+    result = bounded(maps, layout, 0.1)
+    assert torch.equal(result[:, 0, 0], torch.tensor([2.0, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(result[:, 1, 1], torch.tensor([0.2, 0.2], dtype=torch.float64))
+    assert torch.equal(result[:, 1, 1], result[:, 3, 3])
     torch.testing.assert_close(
-        torch.linalg.svdvals(found[0, 4:, 4:]), torch.tensor([1.0, 1.0, 0.2, 0.2], dtype=torch.float64)
+        torch.linalg.svdvals(result[0, 4:, 4:]), torch.tensor([1.0, 1.0, 0.2, 0.2], dtype=torch.float64)
     )
-    assert float(torch.linalg.cond(found[0])) == pytest.approx(10)
+    assert float(torch.linalg.cond(result[0])) == pytest.approx(10)
     with pytest.raises(ValueError, match="map is zero"):
         bounded(torch.zeros(1, 8, 8, dtype=torch.float64), layout, 0.1)
 

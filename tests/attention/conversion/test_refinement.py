@@ -27,7 +27,7 @@ from attention.families import families, family_of
 from attention.modeling.running import Streams
 from attention.plan import AttentionPlan, LayerPlan
 
-FAMILIES = ["gemma2", "gpt2", "gpt_oss", "llama", "qwen3"]  # soft caps, positions of their own, sinks, none, norms
+FAMILIES = ["gemma2", "gpt2", "gpt_oss", "llama", "qwen3"]  # soft caps, learned positions, sinks, none, norms
 MORE_FAMILIES = ["gemma", "gpt_neox", "mistral", "opt", "phi", "qwen2"]
 PLAN = LayerPlan((0, 0, 1, 1), (0, 0, 0, 1))
 QUICK = {"fit_steps": 100, "fit_rate": 0.3}
@@ -120,14 +120,14 @@ def test_fits_on_windows_end_as_low_as_fits_on_whole_sequences(tiny_model: Tiny,
     """Three times as many steps on a third of the positions: the same tokens."""
     original, converted = pair(tiny_model, tokens, "llama")
     module = family_of(converted.config).attention_modules(converted)[0]
-    found = []
+    result = []
     for positions, steps in ((8, 240), (24, 80)):
         task = LayerTask.of(FitTexts.of(Original.of(original), tokens, positions), 0)
         fitted = copy.deepcopy(module)
         before, after, work = fit_module(fitted, task, steps, 0.3, torch.Generator().manual_seed(0), shared_by=2)
         assert (len(task.parts), work.tokens) == (24 // positions, 80 * 24)
-        found.append(after / before)
-    assert found[0] < 1.02 * found[1] < 0.9
+        result.append(after / before)
+    assert result[0] < 1.02 * result[1] < 0.9
 
 
 def test_layers_that_keep_all_heads_are_not_fitted(tiny_model: Tiny, tokens: Tensor) -> None:
@@ -201,7 +201,7 @@ def test_queries_and_keys_take_larger_steps_the_more_heads_share_a_key(tiny_mode
 def test_the_first_rate_of_wide_heads_follows_their_error(
     tiny_model: Tiny, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most the root of the relative squared error; groups of the checkpoint's width take the rate as it is."""
+    """At most the root of the relative squared error; groups of the checkpoint's width take the rate unchanged."""
     original, converted = pair(tiny_model, tokens, "llama")
     module = family_of(converted.config).attention_modules(converted)[0]
     task = LayerTask.of(FitTexts.of(Original.of(original), tokens), 0)
@@ -225,7 +225,7 @@ def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Ten
 
 
 def test_fused_values_alone_are_fitted_in_small_steps_from_the_first_try(tiny_model: Tiny, tokens: Tensor) -> None:
-    """Whatever rate is asked for: no step is made in vain."""
+    """At any requested rate: every step is used."""
     plan = LayerPlan((0, 1, 2, 3), (0, 0, 1, 1))
     original, converted = pair(tiny_model, tokens, "llama", plan)
     report = refine("fit_heal", original, converted, tokens, {**QUICK, "fit_rate": 100.0})
@@ -254,7 +254,7 @@ def test_the_task_holds_what_the_layer_sees_and_gives(tiny_model: Tiny, tokens: 
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *map(extended, MORE_FAMILIES)])
-def test_a_refit_goes_on_with_what_the_healed_layer_does(family: str, tiny_model: Tiny, tokens: Tensor) -> None:
+def test_a_refit_continues_with_what_the_healed_layer_does(family: str, tiny_model: Tiny, tokens: Tensor) -> None:
     """It knows the layer's output without a run: its streams are those of the converted model as it is then."""
     original, converted = pair(tiny_model, tokens, family)
     modules = family_of(converted.config).attention_modules(converted)
@@ -265,15 +265,15 @@ def test_a_refit_goes_on_with_what_the_healed_layer_does(family: str, tiny_model
     for both, part in ((fit, split_held_out(tokens)[0]), (check, split_held_out(tokens)[1])):
         assert both.converted.layer == 1
         afresh = recorded(Streams(converted, modules, part, 8), 1)
-        for found, expected in zip(recorded(both.converted, 1), afresh, strict=True):
-            torch.testing.assert_close(found.stream, expected.stream, atol=1e-4, rtol=1e-4)
+        for result, expected in zip(recorded(both.converted, 1), afresh, strict=True):
+            torch.testing.assert_close(result.stream, expected.stream, atol=1e-4, rtol=1e-4)
 
 
 def test_ridge_refit_is_least_squares_pulled_to_the_present_weights() -> None:
     generator = torch.Generator().manual_seed(0)
     z, y, w = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((50, 6), (50, 3), (6, 3)))
-    found = ridge_refit(w, z.T @ z, z.T @ y, 1e-12)
-    torch.testing.assert_close(found, torch.linalg.lstsq(z, y).solution)
+    result = ridge_refit(w, z.T @ z, z.T @ y, 1e-12)
+    torch.testing.assert_close(result, torch.linalg.lstsq(z, y).solution)
     torch.testing.assert_close(ridge_refit(w, z.T @ z, z.T @ y, 1e12), w)
 
 
@@ -291,16 +291,16 @@ def test_layers_side_by_side_are_those_one_after_the_other(tiny_model: Tiny, tok
     alone = refine("fit_heal", original, one, tokens, QUICK)
     try:
         torch.set_num_threads(2)
-        beside = refine("fit_heal", original, other, tokens, QUICK)
+        shared = refine("fit_heal", original, other, tokens, QUICK)
         assert torch.get_num_threads() == 2, "as it was"
     finally:
         torch.set_num_threads(threads)
-    assert [(f.step, f.layer) for f in beside] == [(f.step, f.layer) for f in alone]
+    assert [(f.step, f.layer) for f in shared] == [(f.step, f.layer) for f in alone]
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(other)[name], tensor, atol=1e-5, rtol=1e-4)
 
 
-def test_an_error_in_one_layer_is_told() -> None:
+def test_an_error_in_one_layer_is_reported() -> None:
     threads = torch.get_num_threads()
     seen: list[int] = []
 

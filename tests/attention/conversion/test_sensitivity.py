@@ -53,8 +53,8 @@ def test_two_logits_by_hand() -> None:
     (gradient,) = torch.autograd.grad(cost, states)
     rows = gradient[:, 0]  # the last token of a sequence predicts nothing
     assert torch.equal(gradient[:, 1], torch.zeros_like(rows))
-    wanted = torch.tensor([[3.0, -3.0], [-3.0, 3.0]]) / 16
-    torch.testing.assert_close(rows.T @ rows / len(rows), wanted, rtol=0.05, atol=0)
+    expected = torch.tensor([[3.0, -3.0], [-3.0, 3.0]]) / 16
+    torch.testing.assert_close(rows.T @ rows / len(rows), expected, rtol=0.05, atol=0)
 
 
 def test_the_cost_of_an_error_by_hand() -> None:
@@ -83,8 +83,8 @@ def test_a_small_error_costs_what_is_foretold(demo_model: PreTrainedModel, demo_
         with torch.no_grad():
             changed = model(held_out).logits.log_softmax(-1)
         hook.remove()
-        found = float((plain.exp() * (plain - changed)).sum(-1).mean())
-        assert 1 / 1.6 < expected_cost(metrics[layer], errors) / found < 1.6, layer
+        result = float((plain.exp() * (plain - changed)).sum(-1).mean())
+        assert 1 / 1.6 < expected_cost(metrics[layer], errors) / result < 1.6, layer
 
 
 def test_the_same_seed_gives_the_same_numbers(tiny_model, tokens: Tensor) -> None:

@@ -34,7 +34,7 @@ ONE = (0, 0, 0, 0)
 
 
 def wide_plan(geometry: HeadGeometry, width: int) -> AttentionPlan:
-    """One head of each side for all four query heads; keys under a norm stay as they are."""
+    """One head of each side for all four query heads; keys under a norm do not change."""
     keys = (geometry.kv_map, 1) if geometry.qk_norm else (ONE, width)
     layer = LayerPlan(keys[0], ONE, keys[1], width)
     return AttentionPlan((layer,) * geometry.num_layers, geometry.head_dim)

@@ -53,11 +53,11 @@ def test_the_angle_of_a_rotary_pair() -> None:
     """Tokens (1, 0) -> (0, 2) and (0, 1) -> (-1, 1): Σ x₁y₂ - x₂y₁ = 2 + 1 = 3, Σ x₁y₁ + x₂y₂ = 0 + 1 = 1, so
     θ = atan2(3, 1): sine 3 / √10, cosine 1 / √10."""
     x, y = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, -1.0], [2.0, 1.0]])
-    found = procrustes(x, y, RotaryLayout(2, 2))
-    wanted = torch.tensor([[1.0, -3.0], [3.0, 1.0]], dtype=torch.float64) / math.sqrt(10)
-    torch.testing.assert_close(found, wanted)
+    result = procrustes(x, y, RotaryLayout(2, 2))
+    expected = torch.tensor([[1.0, -3.0], [3.0, 1.0]], dtype=torch.float64) / math.sqrt(10)
+    torch.testing.assert_close(result, expected)
     # Every other angle is farther away, in steps of a degree.
-    best = (found @ x.double() - y.double()).norm()
+    best = (result @ x.double() - y.double()).norm()
     for degree in range(360):
         c, s = math.cos(math.radians(degree)), math.sin(math.radians(degree))
         assert (torch.tensor([[c, -s], [s, c]], dtype=torch.float64) @ x.double() - y.double()).norm() >= best
@@ -66,6 +66,6 @@ def test_the_angle_of_a_rotary_pair() -> None:
 def test_procrustes_by_the_singular_vectors() -> None:
     """SVD(Y Xᵀ) = Φ Σ Ψᵀ, P = Φ Ψᵀ. X = I, Y = diag(2, -3): Φ Ψᵀ is diag(1, -1), and ‖P X - Y‖² is 1² + 2² = 5."""
     x, y = torch.eye(2), torch.diag(torch.tensor([2.0, -3.0]))
-    found = procrustes(x, y)
-    torch.testing.assert_close(found, torch.diag(torch.tensor([1.0, -1.0], dtype=torch.float64)))
-    assert float((found @ x.double() - y.double()).square().sum()) == pytest.approx(5)
+    result = procrustes(x, y)
+    torch.testing.assert_close(result, torch.diag(torch.tensor([1.0, -1.0], dtype=torch.float64)))
+    assert float((result @ x.double() - y.double()).square().sum()) == pytest.approx(5)

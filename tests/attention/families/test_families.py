@@ -1,4 +1,4 @@
-"""What single families bring along: layouts of fused weights, variants of a config, refusals, and GPT-NeoX as Phi."""
+"""Properties of single families: layouts of fused weights, variants of a config, refusals, and GPT-NeoX as Phi."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_taken_out_as_the_refus
     names = {"SOURCE": tmp_path / "whole", "NEW_FOLDER": tmp_path / "text"}
     exec(lines, {**names, **{name: getattr(transformers, name) for name in re.findall(r"\b[AG]\w+3?\w*For\w+", lines)}})
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole")
-    taken = checkpoint.load(tmp_path / "text")
-    assert geometry_of(taken.config).family == "gemma3_text"
-    torch.testing.assert_close(logits(taken, tiny_tokens), logits(whole, tiny_tokens), rtol=0, atol=1e-5)
+    chosen = checkpoint.load(tmp_path / "text")
+    assert geometry_of(chosen.config).family == "gemma3_text"
+    torch.testing.assert_close(logits(chosen, tiny_tokens), logits(whole, tiny_tokens), rtol=0, atol=1e-5)
 
 
 def test_llama_3_keeps_its_rotary_scaling(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_fused_weights_are_split_as_the_model_splits_them(tiny_model: Tiny) -> N
     neox, gpt2 = tiny_model("gpt_neox"), tiny_model("gpt2")
     fused = neox.gpt_neox.layers[1].attention.query_key_value(x).view(5, 4, 3, 8)
     thirds = gpt2.transformer.h[1].attn.c_attn(x).view(5, 3, 4, 8).transpose(1, 2)
-    for model, wanted in ((neox, fused), (gpt2, thirds)):
+    for model, expected in ((neox, fused), (gpt2, thirds)):
         heads = read_layers(model)[1]
         for i, (rows, bias) in enumerate(((heads.q, heads.q_bias), (heads.k, heads.k_bias), (heads.v, heads.v_bias))):
             assert bias is not None
-            assert torch.allclose(torch.einsum("hdD,nD->nhd", rows, x) + bias, wanted[:, :, i], atol=1e-5)
+            assert torch.allclose(torch.einsum("hdD,nD->nhd", rows, x) + bias, expected[:, :, i], atol=1e-5)
 
 
 @pytest.mark.parametrize("case", VARIANTS)
@@ -191,16 +191,16 @@ def test_fusing_groups_of_one_changes_nothing(name: str, fusion: str, tiny_model
 @pytest.mark.parametrize("name", sorted(families()))
 def test_gradient_checkpointing_gives_the_same_gradients(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = convert(tiny_model(name), DECOUPLED)
-    found = []
+    result = []
     for checkpointing in (False, True):
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         model.train().zero_grad()
         model(tiny_tokens[:2], labels=tiny_tokens[:2]).loss.backward()
-        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() and len(found[0]) == len(list(model.parameters()))
-    for key, gradient in found[0].items():
-        torch.testing.assert_close(found[1][key], gradient, msg=key)
+        result.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert result[0].keys() == result[1].keys() and len(result[0]) == len(list(model.parameters()))
+    for key, gradient in result[0].items():
+        torch.testing.assert_close(result[1][key], gradient, msg=key)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt"])

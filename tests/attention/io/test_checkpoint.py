@@ -23,7 +23,7 @@ from attention.plan import AttentionPlan, LayerPlan, PlanError
 UNIFORM = (LayerPlan((0, 1, 1, 0), (0, 1, 1, 0)),) * 2
 UNEVEN = (LayerPlan((0, 0, 0, 1), (0, 0, 0, 1)), LayerPlan((0, 1, 1, 1), (0, 1, 1, 1)))
 DECOUPLED = (LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)), LayerPlan((0, 0, 0, 1), (0, 1, 2, 3)))
-# Families whose stock form has a KV head count of its own.
+# Families whose stock form has a separate KV head count.
 GROUPED = [n for n in sorted(families()) if families()[n].plain_config(families()[n].config_class(), 1) is not None]
 # Their stock classes fix the width of a head, or norm over all heads: no zero heads can make up unequal groups.
 NO_ZERO_HEADS = ("minimax_m2", "olmo2", "olmoe", "phi3", "stablelm")
@@ -31,7 +31,7 @@ UNGROUPED = sorted(set(families()) - set(GROUPED))
 
 
 def each_with_one_of(names: list[str], kind: str) -> list[Any]:
-    """Every family with a plan of this kind, and Llama with each; the others are left to `make test-all`."""
+    """Every family with a plan of this kind, and Llama with each; the others run in `make test-all`."""
     kinds = {"uniform": UNIFORM, "uneven": UNEVEN, "decoupled": DECOUPLED}
     return [
         pytest.param(name, layers, id=f"{name}-{own}", marks=[pytest.mark.extended] * (own != kind and name != "llama"))
@@ -80,8 +80,8 @@ def test_export_to_stock_gqa_is_exact(name: str, layers, tiny_model, tmp_path: P
     assert not stock.config.model_type.startswith("headfold")
     assert torch.allclose(logits(stock), logits(model), atol=1e-4)
     assert report.exact and report.kv_bytes_per_token_before == model.plan.kv_bytes_per_token("float32")
-    held = stock(torch.arange(9)[None], use_cache=True).past_key_values  # as many as the tiny models' windows hold
-    assert sum(x.keys.nbytes + x.values.nbytes for x in held.layers) == 9 * report.kv_bytes_per_token_after
+    cached = stock(torch.arange(9)[None], use_cache=True).past_key_values  # as many as the tiny models' windows
+    assert sum(x.keys.nbytes + x.values.nbytes for x in cached.layers) == 9 * report.kv_bytes_per_token_after
     assert json.loads((tmp_path / "stock" / export.REPORT_FILE).read_text())["exact"] is True
 
 
@@ -160,23 +160,23 @@ def test_a_killed_save_leaves_the_old_checkpoint(tiny_model, tmp_path: Path) -> 
     model = convert(tiny_model("llama"), AttentionPlan(DECOUPLED, 8))
     folder = checkpoint.save(model, tmp_path / "model")
     before = checkpoint.weights_digest(folder)
-    told, tell = os.pipe()
+    report, tell = os.pipe()
 
     def write(fresh: Path) -> None:
         (fresh / "model.safetensors").write_bytes(b"half")
         os.write(tell, b"writing")
         time.sleep(60)
 
-    if not (child := os.fork()):  # a process of its own would import for seconds
+    if not (child := os.fork()):  # a new process would import for seconds
         try:
             checkpoint.write_atomically(folder, write)
         finally:
             os._exit(1)
     os.close(tell)
-    assert os.read(told, 100) == b"writing"
+    assert os.read(report, 100) == b"writing"
     os.kill(child, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    os.close(told)
+    os.close(report)
     assert list(folder.parent.glob(".model*")), "what it had begun"
     assert checkpoint.weights_digest(folder) == before
     assert torch.equal(logits(checkpoint.load(folder)), logits(model))

@@ -39,7 +39,7 @@ THETA = 50_000.0
 ALL = ("stock", "headfold", *sorted(targets()))
 GGUF_READ = ("llama", "qwen2", "qwen3", "gpt2")
 """Architectures of GGUF whose tokenizer transformers reads."""
-TIED = {name: {"tie_word_embeddings": True} for name in ("gemma", "qwen3")}  # as llama.cpp wants them
+TIED = {name: {"tie_word_embeddings": True} for name in ("gemma", "qwen3")}  # as llama.cpp requires
 READ = """
 import json, sys
 import torch
@@ -121,12 +121,12 @@ def with_rope(family: str, kind: str, tiny: Tiny) -> PreTrainedModel | None:
     layout = geometry_of(plain).rotary
     if kind == "proportional" and layout.dims < layout.head_dim:  # rotates a part by another rule
         return None
-    made = {"rope_type": kind, "rope_theta": THETA} | scalings(layout.dims)[kind]
+    created = {"rope_type": kind, "rope_theta": THETA} | scalings(layout.dims)[kind]
     if "full_attention" in rope:
-        rope["full_attention"] = made  # layers with a window need no scaling
+        rope["full_attention"] = created  # layers with a window need no scaling
     else:
         part = {name: rope[name] for name in ("partial_rotary_factor",) if rope.get(name) is not None}
-        rope = part | made
+        rope = part | created
     try:
         model = tiny(family, vocab_size=2048, rope_parameters=rope, **TIED.get(family, {}))
         probe(model)
@@ -137,7 +137,7 @@ def with_rope(family: str, kind: str, tiny: Tiny) -> PreTrainedModel | None:
 
 @dataclass(frozen=True)
 class Written:
-    """A folder, the format that it is in, and the logits that whoever loads it must get."""
+    """A folder, its format, and the logits that any software must compute from it."""
 
     format: str
     folder: Path
@@ -147,7 +147,7 @@ class Written:
 
     @property
     def more(self) -> dict[str, str]:
-        """What the tokenizer is asked for beside the folder."""
+        """Texts for the tokenizer of the folder."""
         return {"gguf_file": "model.gguf"} if self.format == "gguf" else {}
 
 
@@ -156,9 +156,9 @@ def formats(model: PreTrainedModel, folder: Path, demo: Path, names: Iterable[st
     for name in names:
         # Of GGUF's architectures transformers reads those with one count for all layers
         for kind in ("uniform", "original") if name == "gguf" else ("layers", "apart", "uniform", "original"):
-            made = model if kind == "original" else converted(model, PLANS[kind])
+            created = model if kind == "original" else converted(model, PLANS[kind])
             try:
-                yield _write(name, made, folder / name, demo)
+                yield _write(name, created, folder / name, demo)
             except (TargetError, ValueError):
                 continue
             break
@@ -213,14 +213,14 @@ def expected(one: Written, trust: bool, ids: list[int]) -> dict[str, Any]:
 
 
 def faults(written: Iterable[Written], scratch: Path, ids: list[int]) -> list[str]:
-    """What of some folders a clean process does not open as it should."""
+    """Return the differences that a clean process finds when it opens some folders."""
     every = [(one, trust, expected(one, trust, ids)) for one in written for trust in (False, True)]
-    found, logits = opened(every, scratch)
+    result, logits = opened(every, scratch)
     wrong = []
-    for one, trust, wanted in every:
+    for one, trust, reference_value in every:
         key = f"{one.folder}|{trust}"
-        for part, value in wanted.items():
-            got = found[key][part]
+        for part, value in reference_value.items():
+            got = result[key][part]
             words = value.removesuffix("...") if isinstance(value, str) and value.endswith("...") else None
             if got != value and not (words and words in str(got)):
                 wrong.append(f"{key} ({one.model_type}): {part}: wanted {value}, got {got}")
@@ -234,15 +234,15 @@ def faults(written: Iterable[Written], scratch: Path, ids: list[int]) -> list[st
 def opened(
     every: Iterable[tuple[Written, bool, dict[str, Any]]], scratch: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a clean process found in each folder, and the logits of the models that it loaded, by folder and
+    """The results of a clean process in each folder, and the logits of the models that it loaded, by folder and
     permission to run its code."""
-    asked: dict[str, tuple[dict[str, list[str]], dict[str, str]]] = {}
-    for one, trust, wanted in every:
-        parts, _ = asked.setdefault(str(one.folder), ({}, one.more))
-        parts[str(trust)] = sorted(wanted)
+    requested: dict[str, tuple[dict[str, list[str]], dict[str, str]]] = {}
+    for one, trust, reference_value in every:
+        parts, _ = requested.setdefault(str(one.folder), ({}, one.more))
+        parts[str(trust)] = sorted(reference_value)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2048, (2, 48), generator=generator).tolist()  # as `probe` draws them
-    (scratch / "asked.json").write_text(json.dumps([asked, TEXT, tokens]))
+    (scratch / "asked.json").write_text(json.dumps([requested, TEXT, tokens]))
     environment = os.environ | {"HF_MODULES_CACHE": str(scratch / "modules"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", READ, str(scratch / "asked.json"), str(scratch / "logits.safetensors")]
     done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=900)
@@ -270,9 +270,9 @@ def write_all(
     written: list[Written] = []
     for family, kind in cases:
         if (model := with_rope(family, kind, tiny)) is not None:
-            made = list(formats(model, scratch / f"{family}-{kind}", demo, names))
-            assert "headfold" in {one.format for one in made}, (family, kind)
-            written += made
+            created = list(formats(model, scratch / f"{family}-{kind}", demo, names))
+            assert "headfold" in {one.format for one in created}, (family, kind)
+            written += created
     return written
 
 

@@ -33,10 +33,10 @@ def test_what_fails_or_is_interrupted_leaves_the_old_file(tmp_path: Path) -> Non
 
 
 def test_threads_and_what_a_killed_process_left_are_not_in_the_way(tmp_path: Path) -> None:
-    file, left = tmp_path / "x", tmp_path / f".x.{os.getpid()}.new"
-    left.write_text("half")
+    file, remaining = tmp_path / "x", tmp_path / f".x.{os.getpid()}.new"
+    remaining.write_text("half")
     texts = [f"{i}" * 100_000 for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda text: write_whole(file, text), texts))
-    assert file.read_text() in texts and left.read_text() == "half"
-    assert sorted(p.name for p in tmp_path.iterdir()) == [left.name, "x"]
+    assert file.read_text() in texts and remaining.read_text() == "half"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [remaining.name, "x"]

@@ -1,4 +1,4 @@
-"""What a folder is to other software: fields, files and permissions beside the weights; its dtype; what loads it."""
+"""A folder as other software sees it: fields, files and permissions; its dtype; the software that loads it."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ def test_the_config_has_the_fields_of_both_generations(
         if rope:
             assert fields["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
         again = AutoConfig.from_pretrained(tmp_path / folder)
-        kept = dict(getattr(again, "rope_parameters", None) or {})
-        kept.pop("type", None)  # what transformers 4 called rope_type
-        assert kept == (getattr(model.config, "rope_parameters", None) or {})
+        stored = dict(getattr(again, "rope_parameters", None) or {})
+        stored.pop("type", None)  # transformers 4's name of rope_type
+        assert stored == (getattr(model.config, "rope_parameters", None) or {})
         assert again.dtype == torch.bfloat16
 
 
-# ---- files beside the weights -----------------------------------------------------------------------------------
+# ---- other files of a folder ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def source(tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
-    """A checkpoint as others write them: files in an order and spelling of their own."""
+    """A checkpoint as others write them: files in another order and spelling."""
     folder = checkpoint.save(tiny_model("llama", vocab_size=2048), tmp_path / "source", demo_tokenizer)
     fields = json.loads((folder / "tokenizer_config.json").read_text())
     fields |= {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
@@ -99,11 +99,11 @@ COPIED = (
 
 
 def test_tokenizer_and_generation_config_are_copied_byte_for_byte(source: Path, tmp_path: Path) -> None:
-    made = checkpoint.save(convert(checkpoint.load(source), UNIFORM), tmp_path / "made", source)
-    export.export(made, "gqa", tmp_path / "out", source)
+    saved = checkpoint.save(convert(checkpoint.load(source), UNIFORM), tmp_path / "made", source)
+    export.export(saved, "gqa", tmp_path / "out", source)
     for name in COPIED:
-        assert (tmp_path / "out" / name).read_bytes() == (made / name).read_bytes() == (source / name).read_bytes()
-    assert not (made / "evil.py").exists()
+        assert (tmp_path / "out" / name).read_bytes() == (saved / name).read_bytes() == (source / name).read_bytes()
+    assert not (saved / "evil.py").exists()
 
 
 def test_a_new_tokenizer_is_saved_under_a_name_that_older_software_knows(
@@ -113,8 +113,8 @@ def test_a_new_tokenizer_is_saved_under_a_name_that_older_software_knows(
     fields = json.loads((out / "tokenizer_config.json").read_text())
     assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"
     text = "def read_lines(path):"
-    wanted = AutoTokenizer.from_pretrained(demo_dir)(text)["input_ids"]
-    assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == wanted
+    expected = AutoTokenizer.from_pretrained(demo_dir)(text)["input_ids"]
+    assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == expected
 
 
 # ---- permissions ------------------------------------------------------------------------------------------------
@@ -135,14 +135,14 @@ def test_everything_written_has_the_permissions_of_the_umask(mask: int, source: 
         file.chmod(0o600)
     out = tmp_path / "out"
     with umask(mask):
-        made = checkpoint.save(convert(checkpoint.load(source), UNIFORM), out / "made", source)
-        export.export(made, "gqa", out / "exported", source)
+        saved = checkpoint.save(convert(checkpoint.load(source), UNIFORM), out / "made", source)
+        export.export(saved, "gqa", out / "exported", source)
         write_shard(out / "shard.safetensors", {"a": torch.zeros(2)})
         write_sequences(torch.zeros(2, 4), out / "sequences")
         write_whole(out / "prices.npz", b"1")
-    found = {path: stat.S_IMODE(path.stat().st_mode) for path in (out, *out.rglob("*"))}
-    assert len(found) > 15
-    assert {p: m for p, m in found.items() if m != (0o777 if p.is_dir() else 0o666) & ~mask} == {}
+    result = {path: stat.S_IMODE(path.stat().st_mode) for path in (out, *out.rglob("*"))}
+    assert len(result) > 15
+    assert {p: m for p, m in result.items() if m != (0o777 if p.is_dir() else 0o666) & ~mask} == {}
 
 
 # ---- dtype ------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
 
 
 @pytest.mark.parametrize(
-    ("family", "plan", "loads_in", "said"),
+    ("family", "plan", "loads_in", "message"),
     [
         (
             "llama",
@@ -248,14 +248,14 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
     ],
 )
 def test_what_a_written_folder_is(
-    family: str, plan: AttentionPlan | None, loads_in: list[str], said: str, tiny_model: Tiny, tmp_path: Path
+    family: str, plan: AttentionPlan | None, loads_in: list[str], message: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     model = tiny_model(family)
     folder = checkpoint.save(model if plan is None else convert(model, plan), tmp_path / "out")
-    found = format_of(folder, "float32")
-    assert found["loads_in"] == loads_in
-    assert found["format"] == ("headfold" if loads_in == ["headfold"] else "stock")
-    assert re.search(said, found["format_note"])
+    result = format_of(folder, "float32")
+    assert result["loads_in"] == loads_in
+    assert result["format"] == ("headfold" if loads_in == ["headfold"] else "stock")
+    assert re.search(message, result["format_note"])
 
 
 @pytest.mark.parametrize("plan", [LAYERED, APART], ids=["layers", "apart"])

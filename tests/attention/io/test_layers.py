@@ -1,4 +1,4 @@
-"""Metrics of attention outputs with one layer in memory: those of the whole model, and what is kept on disk."""
+"""Metrics of attention outputs with one layer in memory: those of the whole model, and the files on disk."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def configure(folder: Path, **fields: Any) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """What the early check says; loading and reading layer by layer must say the same, and read no weight before."""
+    """The message of the early check; loading and reading layer by layer must give the same, and read no weight
+    before."""
     config = checkpoint.load_config(folder)
     with pytest.raises(WeightsError) as early:
         weights.check_weights(folder, config)
@@ -58,7 +59,7 @@ def no_reading(*_: Any, **__: Any) -> None:
 
 
 def mlp_weight(names: Any, layer: int = 1) -> str:
-    """A projection of a layer, whatever the family calls it."""
+    """A projection of a layer, under the family's name."""
     return next(n for n in sorted(names) if f".{layer}." in n and n.endswith("weight") and ("fc" in n or "mlp" in n))
 
 
@@ -82,8 +83,8 @@ def test_whole_checkpoints_pass(family: str, tied: bool, tiny_model: Tiny, tmp_p
     """Stock and Headfold form, and one saved from the model without its head; nothing is warned of."""
     model = tiny_model(family, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "stock")
-    kept = LayerPlan((0, 1, 1, 2), (0, 0, 1, 2))
-    checkpoint.save(convert(model, AttentionPlan((kept, kept), 8)), tmp_path / "own")
+    stored = LayerPlan((0, 1, 1, 2), (0, 0, 1, 2))
+    checkpoint.save(convert(model, AttentionPlan((stored, stored), 8)), tmp_path / "own")
     for folder in (tmp_path / "stock", tmp_path / "own"):
         back = checkpoint.load(folder)
         assert set(weights.check_weights(folder, back.config)) >= set(back.state_dict())
@@ -106,8 +107,10 @@ def test_what_is_missing_is_refused(family: str, saved: Callable[..., Path]) -> 
 
     edit(folder, lambda t: {name.replace(".1.", ".one."): x for name, x in whole.items()})
     renamed = sum(".1." in name for name in whole)
-    said = refusal(folder)
-    assert f"lacks {renamed} of" in said and f"and {renamed - 3} more; it has" in said and "Rename them" in said
+    message = refusal(folder)
+    assert (
+        f"lacks {renamed} of" in message and f"and {renamed - 3} more; it has" in message and "Rename them" in message
+    )
 
     edit(folder, lambda t: whole | {victim: torch.zeros(3, 5)})
     assert f"{victim} [3, 5] instead of {list(whole[victim].shape)}" in refusal(folder)
@@ -144,11 +147,11 @@ def test_an_untied_output_must_be_stored(saved: Callable[..., Path]) -> None:
 def test_of_tied_matrices_either_or_two_equal_ones_do(saved: Callable[..., Path]) -> None:
     folder = saved("llama", tie_word_embeddings=True)
     table = "model.embed_tokens.weight"
-    wanted = load_file(folder / SINGLE)[table]
+    expected = load_file(folder / SINGLE)[table]
     for names in ((table, "lm_head.weight"), ("lm_head.weight",)):
-        edit(folder, lambda t, names=names: _with_tables(t, names, wanted))
-        assert torch.equal(checkpoint.load(folder).state_dict()["lm_head.weight"], wanted)
-        assert torch.equal(LazyWeights(folder, checkpoint.load_config(folder)).one(table, torch.float32), wanted)
+        edit(folder, lambda t, names=names: _with_tables(t, names, expected))
+        assert torch.equal(checkpoint.load(folder).state_dict()["lm_head.weight"], expected)
+        assert torch.equal(LazyWeights(folder, checkpoint.load_config(folder)).one(table, torch.float32), expected)
     edit(folder, lambda t: t | {table: t["lm_head.weight"] + 1})
     assert "set tie_word_embeddings to false" in refusal(folder)
 
@@ -158,14 +161,14 @@ def _with_tables(tensors: dict[str, Tensor], names: tuple[str, ...], table: Tens
     return others | {name: table.clone() for name in names}
 
 
-def test_surplus_tensors_are_told_once(saved: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_surplus_tensors_are_reported_once(saved: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     folder = saved()
     edit(folder, lambda t: t | {f"extra.{i}.weight": torch.zeros(2) for i in range(5)})
     checkpoint.load(folder)
     checkpoint.load(folder)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and "5 tensors are not part of LlamaForCausalLM and not used" in told[0]
-    assert "extra.0.weight, extra.1.weight, extra.2.weight and 2 more" in told[0]
+    report = [record.getMessage() for record in caplog.records]
+    assert len(report) == 1 and "5 tensors are not part of LlamaForCausalLM and not used" in report[0]
+    assert "extra.0.weight, extra.1.weight, extra.2.weight and 2 more" in report[0]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ def test_surplus_tensors_are_told_once(saved: Callable[..., Path], caplog: pytes
         ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
     ],
 )
-def test_known_leftovers_are_not_told(
+def test_known_leftovers_are_not_reported(
     family: str, name: str, saved: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = saved(family)
@@ -204,7 +207,7 @@ def test_headfolds_own_parts_must_be_there(plan: AttentionPlan, tiny_model: Tiny
 
 
 def test_transformers_own_findings_are_read_too(tiny_model: Tiny, tmp_path: Path) -> None:
-    """As for a hub name, whose files are not looked at before."""
+    """As for a hub name, whose files are not checked before."""
     model = tiny_model("llama")
     info = {"missing_keys": {"a.b"}, "unexpected_keys": set(), "mismatched_keys": set()}
     with pytest.raises(WeightsError, match=r"org/name lacks 1 of .*a\.b"):
@@ -232,8 +235,10 @@ def test_shards(tiny_model: Tiny, tmp_path: Path) -> None:
     whole = shards[1].read_bytes()
 
     shards[1].write_bytes(whole[:-100])
-    said = refusal(tmp_path)
-    assert f"{shards[1]} cannot be read: it is truncated: {len(whole) - 100:,} bytes of at least {len(whole):,}" in said
+    message = refusal(tmp_path)
+    assert (
+        f"{shards[1]} cannot be read: it is truncated: {len(whole) - 100:,} bytes of at least {len(whole):,}" in message
+    )
 
     shards[1].write_bytes(whole[:20])
     assert "truncated: 20 bytes" in refusal(tmp_path)
@@ -256,7 +261,7 @@ def test_shards(tiny_model: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "text"),
     [
         (b"", "it is empty"),
         (b"<!doctype html><html>Sign in", "a web page"),
@@ -266,15 +271,15 @@ def test_shards(tiny_model: Tiny, tmp_path: Path) -> None:
         ((4).to_bytes(8, "little") + b"{!!}", "damaged"),
     ],
 )
-def test_a_file_that_is_not_safetensors_is_named(content: bytes, told: str, saved: Callable[..., Path]) -> None:
+def test_a_file_that_is_not_safetensors_is_named(content: bytes, text: str, saved: Callable[..., Path]) -> None:
     folder = saved()
     (folder / SINGLE).write_bytes(content)
-    said = refusal(folder)
-    assert f"{folder / SINGLE} cannot be read" in said and told in said
+    message = refusal(folder)
+    assert f"{folder / SINGLE} cannot be read" in message and text in message
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "message"),
     [
         ("pytorch_model.bin", r"only pickled ones \(pytorch_model.bin\).*use_safetensors=False"),
         ("other.safetensors", "it has other.safetensors, which transformers does not look for"),
@@ -282,10 +287,10 @@ def test_a_file_that_is_not_safetensors_is_named(content: bytes, told: str, save
         ("adapter_config.json", "merge_and_unload"),
     ],
 )
-def test_a_folder_without_weights_says_what_to_do(file: str, told: str, saved: Callable[..., Path]) -> None:
+def test_a_folder_without_weights_says_what_to_do(file: str, message: str, saved: Callable[..., Path]) -> None:
     folder = saved()
     (folder / SINGLE).rename(folder / file)
-    with pytest.raises(WeightsError, match=told):
+    with pytest.raises(WeightsError, match=message):
         checkpoint.load(folder)
 
 
@@ -350,7 +355,7 @@ def test_a_hub_name_without_network_fails_at_once(monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - started < 5
 
 
-def test_files_and_folders_without_config_are_told(tmp_path: Path) -> None:
+def test_files_and_folders_without_config_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the folder has no config.json"):
         checkpoint.load_config(tmp_path)
     (tmp_path / "model.safetensors").touch()

@@ -1,4 +1,4 @@
-"""What is written, read by transformers 4.57 in an environment of its own: the same logits, the same tokens."""
+"""Written checkpoints, read by transformers 4.57 in a separate environment: the same logits, the same tokens."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def lowered(model: PreTrainedModel, folder: Path, demo: Path, target: str | None = None) -> Path:
     """As `convert` writes a model; with a target as `export` does."""
-    made = checkpoint.save(model, folder / "made" if target else folder, demo)
+    saved = checkpoint.save(model, folder / "made" if target else folder, demo)
     if target:
-        export.export(made, target, folder / "out", demo)
-    return folder / "out" if target else made
+        export.export(saved, target, folder / "out", demo)
+    return folder / "out" if target else saved
 
 
 def test_transformers_4_reads_what_we_write(
@@ -100,17 +100,17 @@ def test_transformers_4_reads_what_we_write(
     folders.append(lowered(convert(tiny_model("llama", **llama3), APART), tmp_path / "maps", demo_dir, "transformers"))
     deci = lowered(convert(tiny_model("llama", **llama3), LAYERED), tmp_path / "deci", demo_dir, "vllm")
     tokens = torch.randint(0, 2048, (2, 40), generator=torch.Generator().manual_seed(0))
-    found, ids = read_with(older, [*folders, deci], tokens, tmp_path)
+    result, ids = read_with(older, [*folders, deci], tokens, tmp_path)
     wanted_ids = AutoTokenizer.from_pretrained(demo_dir)(TEXT)["input_ids"]
     assert ids[str(deci)] == wanted_ids
-    for folder, logits in zip(folders, found, strict=True):
+    for folder, logits in zip(folders, result, strict=True):
         code = (folder / "modeling_head_maps.py").is_file()
-        made = folder.parent / "made" if code else folder
-        ours = checkpoint.load(made, torch.float32)
+        created = folder.parent / "made" if code else folder
+        ours = checkpoint.load(created, torch.float32)
         with torch.no_grad():
             difference = (ours(tokens).logits - logits).abs().max().item()
         assert difference < 1e-4 * max(1.0, logits.abs().max().item()), folder
-        assert ids[str(folder)] == [str(own_dtype(checkpoint.load_config(made), made)), wanted_ids]
+        assert ids[str(folder)] == [str(own_dtype(checkpoint.load_config(created), created)), wanted_ids]
 
 
 def read_with(
@@ -120,8 +120,13 @@ def read_with(
     from safetensors.torch import save_file
 
     save_file({"tokens": tokens}, scratch / "tokens.safetensors")
-    told = [":".join(map(str, folders)), str(scratch / "tokens.safetensors"), TEXT, str(scratch / "logits.safetensors")]
-    command = [sys.executable, "-P", "-c", READ, *told]
+    report = [
+        ":".join(map(str, folders)),
+        str(scratch / "tokens.safetensors"),
+        TEXT,
+        str(scratch / "logits.safetensors"),
+    ]
+    command = [sys.executable, "-P", "-c", READ, *report]
     done = subprocess.run(command, env=older, cwd=scratch, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     logits = load_file(scratch / "logits.safetensors")

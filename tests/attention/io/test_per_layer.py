@@ -47,15 +47,15 @@ def test_the_export_computes_what_the_converted_model_does(family: str, tiny_mod
             target("per_layer").held(model.config, EVEN)
         return
     folder = exported(model, EVEN, tmp_path)
-    wanted = probe(checkpoint.load(tmp_path / "source", torch.float32))
+    expected = probe(checkpoint.load(tmp_path / "source", torch.float32))
     stock = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    torch.testing.assert_close(probe(stock), wanted, rtol=0, atol=3e-5)
+    torch.testing.assert_close(probe(stock), expected, rtol=0, atol=3e-5)
     counts = [module.k_proj.out_features // 8 for module in stock.model.layers.children() if hasattr(module, "k_proj")]
     assert not counts or counts == [2, 1]
     ids = torch.randint(64, (1, 12), generator=torch.Generator().manual_seed(0))
-    made = stock.generate(ids, max_new_tokens=6, do_sample=False)  # through a cache of uneven layers
+    created = stock.generate(ids, max_new_tokens=6, do_sample=False)  # through a cache of uneven layers
     again = stock.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False)
-    assert torch.equal(made, again)
+    assert torch.equal(created, again)
 
 
 @pytest.mark.parametrize("family", sorted(families()))
@@ -68,9 +68,9 @@ def test_the_export_is_a_checkpoint(family: str, tiny_model: Tiny, tmp_path: Pat
         with pytest.raises(CheckpointError, match="phi3 with a number of KV heads per layer .* is not read"):
             checkpoint.load_config(folder)
         return
-    wanted = probe(checkpoint.load(tmp_path / "source", torch.float32))
+    expected = probe(checkpoint.load(tmp_path / "source", torch.float32))
     whole = checkpoint.load(folder, torch.float32)
-    torch.testing.assert_close(probe(whole), wanted, rtol=0, atol=3e-5)
+    torch.testing.assert_close(probe(whole), expected, rtol=0, atol=3e-5)
     assert [layer.key_heads for layer in plan_of(whole).layers] == [2, 1]
     saved = checkpoint.save(whole, tmp_path / "again")
     assert "auto_map" not in json.loads((saved / "config.json").read_text())

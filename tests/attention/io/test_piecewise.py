@@ -70,8 +70,8 @@ def test_tied_matrices_are_one_and_written_once(tiny_model: Any, tmp_path: Path)
     assert (tmp_path / "out" / "config.json").read_text() == (again / "config.json").read_text()
 
 
-def test_tensors_are_asked_for_one_after_the_other(tiny_model: Any, tmp_path: Path) -> None:
-    """When the next one is made, those of earlier files are gone from memory: they lie on the disk."""
+def test_tensors_are_requested_one_after_the_other(tiny_model: Any, tmp_path: Path) -> None:
+    """When the next one is made, those of earlier files have left memory: they are on the disk."""
     source, counts = checkpoint.save(tiny_model("llama"), tmp_path / "model"), []
 
     def given() -> Iterator[tuple[str, Tensor]]:

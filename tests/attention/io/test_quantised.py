@@ -62,9 +62,9 @@ def test_a_gguf_file_comes_back_exactly(
     kind = getattr(torch, dtype)
     before, after = checkpoint.load(folder, torch.float32), checkpoint.load(copy)
     assert (after.dtype, after.config.model_type) == (kind, family)
-    wanted = before.state_dict()
+    expected = before.state_dict()
     for name, tensor in after.state_dict().items():
-        assert torch.equal(tensor, wanted[name].to(kind)), name
+        assert torch.equal(tensor, expected[name].to(kind)), name
     assert geometry_of(after.config) == geometry_of(before.config)
     assert source_name(copy) == str(file) and copy.name == "model"
 
@@ -192,10 +192,10 @@ def test_fp8_blocks_are_exact_with_scales_in_another_shard(
     after = stored(copy)
     assert len(scales) == 14 and set(after) == set(others)
     for name in after:
-        wanted = (
+        expected = (
             slow_blocks(before[name], scales[f"{name}_scale_inv"], block) if f"{name}_scale_inv" in scales else None
         )
-        assert torch.equal(after[name], before[name] if wanted is None else wanted.to(torch.bfloat16)), name
+        assert torch.equal(after[name], before[name] if expected is None else expected.to(torch.bfloat16)), name
     model = checkpoint.load(copy)
     assert model.dtype == torch.bfloat16 and not hasattr(model.config, "quantization_config")
 
@@ -249,12 +249,12 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_eight_bits_with_a_scale_of_each_row(dtype: torch.dtype, tiny_model: Tiny, tmp_path: Path) -> None:
-    made: dict[str, Tensor] = {}
+    created: dict[str, Tensor] = {}
 
     def change(name: str, weight: Tensor) -> dict[str, Tensor]:
         whole, scale = rounded(weight, dtype)
         scale = scale.to(torch.bfloat16)
-        made[name] = (whole.float().numpy() * scale.float().numpy()).astype(np.float32)  # type: ignore[assignment]
+        created[name] = (whole.float().numpy() * scale.float().numpy()).astype(np.float32)  # type: ignore[assignment]
         unused = {f"{name.removesuffix('.weight')}.input_scale": torch.ones(1)}
         return {name: whole, f"{name}_scale": scale} | unused
 
@@ -264,8 +264,8 @@ def test_eight_bits_with_a_scale_of_each_row(dtype: torch.dtype, tiny_model: Tin
     copy = Path(plain_checkpoint(folder, dequantize=True, cache=tmp_path / "cache", report=lines.append))
     after = stored(copy)
     assert "14 scales of activations and caches are left out" in lines[0]
-    for name, wanted in made.items():
-        assert torch.equal(after[name], torch.as_tensor(wanted).to(torch.bfloat16)), name
+    for name, expected in created.items():
+        assert torch.equal(after[name], torch.as_tensor(expected).to(torch.bfloat16)), name
     checkpoint.load(copy)
 
 
@@ -285,7 +285,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def test_packed_integers_with_a_scale_of_each_group(
     bits: int, symmetric: bool, tiny_model: Tiny, tmp_path: Path
 ) -> None:
-    size, half, made = 8, 2 ** (bits - 1), {}
+    size, half, created = 8, 2 ** (bits - 1), {}
 
     def change(name: str, weight: Tensor) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(len(name))
@@ -295,7 +295,7 @@ def test_packed_integers_with_a_scale_of_each_group(
         zero = torch.randint(-half, half, scale.shape, generator=generator)
         stem = name.removesuffix(".weight")
         shift = torch.zeros_like(zero) if symmetric else zero
-        made[name] = (whole - shift.repeat_interleave(size, 1)).float() * scale.float().repeat_interleave(size, 1)
+        created[name] = (whole - shift.repeat_interleave(size, 1)).float() * scale.float().repeat_interleave(size, 1)
         zeros = {} if symmetric else {f"{stem}.weight_zero_point": pack((zero + half).T, bits).T.contiguous()}
         packed = {f"{stem}.weight_packed": pack(whole + half, bits), f"{stem}.weight_scale": scale}
         return packed | zeros | {f"{stem}.weight_shape": torch.tensor([rows, columns])}
@@ -304,9 +304,9 @@ def test_packed_integers_with_a_scale_of_each_group(
     folder = quantised(tiny_model, tmp_path / "model", settings | {"format": "pack-quantized"}, change)
     copy = opened(folder, tmp_path, dequantize=True)
     after = stored(copy)
-    assert len(made) == 14
-    for name, wanted in made.items():
-        assert torch.equal(after[name], wanted.to(torch.bfloat16)), name
+    assert len(created) == 14
+    for name, expected in created.items():
+        assert torch.equal(after[name], expected.to(torch.bfloat16)), name
     checkpoint.load(copy)
 
 
@@ -340,21 +340,21 @@ def test_gpt_oss_as_published(tiny_model: Tiny, tmp_path: Path) -> None:
 
     folder, generator = tmp_path / "model", torch.Generator().manual_seed(0)
     tiny_model("gpt_oss", hidden_size=32, intermediate_size=32).to(torch.bfloat16).save_pretrained(folder)
-    tensors, wanted = load_file(folder / SINGLE), {}
+    tensors, expected = load_file(folder / SINGLE), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inner, rows = tensors.pop(name).shape
         blocks = torch.randint(0, 256, (experts, rows, inner // 32, 16), dtype=torch.uint8, generator=generator)
         scales = torch.randint(115, 122, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        wanted[name] = convert_moe_packed_tensors(blocks, scales)
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, folder / SINGLE, {"format": "pt"})
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
     with pytest.raises(WeightsError, match="add --dequantize"):
         checkpoint.load(folder)
     model = checkpoint.load(opened(folder, tmp_path, dequantize=True)).state_dict()
-    assert len(wanted) == 4
-    for name, tensor in wanted.items():
+    assert len(expected) == 4
+    for name, tensor in expected.items():
         assert torch.equal(model[name], tensor), name
 
 
@@ -382,7 +382,7 @@ def test_plain_sources_are_opened_themselves(tiny_model: Tiny, tmp_path: Path) -
 def test_split_files_and_converted_ones_are_refused(tmp_path: Path) -> None:
     import gguf
 
-    for field, value, told in (
+    for field, value, report in (
         ("split.count", 3, "llama-gguf-split"),
         ("llama.attention.head_count_kv", [2, 1], "own"),
     ):
@@ -392,7 +392,7 @@ def test_split_files_and_converted_ones_are_refused(tmp_path: Path) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=report):
             GGUFFile(file).write_config(tmp_path)
 
 
@@ -431,11 +431,11 @@ def test_settings_of_single_layers_are_refused(tmp_path: Path) -> None:
     assert geometry_of(checkpoint.load_config(same)).num_kv_heads == 4
 
 
-def test_code_beside_a_checkpoint_is_told_of_in_own_words(tmp_path: Path) -> None:
+def test_code_next_to_a_checkpoint_is_reported_in_our_words(tmp_path: Path) -> None:
     code = {"AutoConfig": "configuration_mine.MyConfig", "AutoModelForCausalLM": "modeling_mine.MyModel"}
-    with pytest.raises(CheckpointError, match="which Headfold does not run") as told:
+    with pytest.raises(CheckpointError, match="which Headfold does not run") as caught:
         checkpoint.load_config(configured(tmp_path / "mine", model_type="mymodel", auto_map=code))
-    assert "trust_remote_code" not in str(told.value)
+    assert "trust_remote_code" not in str(caught.value)
     known = checkpoint.load_config(configured(tmp_path / "llama", auto_map=code))
     assert type(known) is LlamaConfig
 

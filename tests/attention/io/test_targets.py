@@ -1,4 +1,5 @@
-"""What every export target promises: what it holds, or why not, before weights are read; and a folder that is whole.
+"""The contract of every export target: the cache that it supports, or why not, before weights are read; and a complete
+folder.
 
 The targets are those that the package finds: a new file is tested here as soon as it is there.
 """
@@ -39,8 +40,8 @@ every_target = pytest.mark.parametrize("name", sorted(targets()))
 
 def kv_heads_in(name: str, config: Any, plan: AttentionPlan) -> tuple[int, ...]:
     """KV heads of each layer as an engine holds them: the larger of keys and values where the two differ."""
-    held = target(name).held(config, plan)
-    return tuple(map(max, held.key_heads, held.value_heads))
+    support = target(name).held(config, plan)
+    return tuple(map(max, support.key_heads, support.value_heads))
 
 
 @pytest.fixture
@@ -68,24 +69,26 @@ def test_a_target_holds_a_plan_or_says_why_not_before_weights_are_read(
     plan = plan_of_config(config)
     weights = (folder / "model.safetensors").rename(tmp_path / "aside")
     try:
-        held = kv_heads_in(name, config, plan)
+        cached = kv_heads_in(name, config, plan)
     except TargetError as error:
         assert len(str(error)) > 30
         with pytest.raises(TargetError):
             export(folder, name, tmp_path / "out", allow_larger_cache=True)
         assert not (tmp_path / "out").exists()
         return
-    assert len(held) == plan.num_layers
-    assert all(count >= max(layer.key_heads, layer.value_heads) for count, layer in zip(held, plan.layers, strict=True))
+    assert len(cached) == plan.num_layers
+    assert all(
+        count >= max(layer.key_heads, layer.value_heads) for count, layer in zip(cached, plan.layers, strict=True)
+    )
     promised = kv_bytes_in(name, config, plan, "float32")
     if promised > plan.kv_bytes_per_token("float32"):
         with pytest.raises(LargerCacheError, match=r"layer \d has \d pairs.*--allow-larger-cache"):
             export(folder, name, tmp_path / "out")
     weights.rename(folder / "model.safetensors")
     report = export(folder, name, tmp_path / "out", allow_larger_cache=True)
-    assert report.exact and report.kv_heads == held and report.kv_bytes_per_token_after == promised
+    assert report.exact and report.kv_heads == cached and report.kv_bytes_per_token_after == promised
     assert report.max_logit_difference <= tolerance(torch.float32) * max(report.max_logit, 1.0)
-    assert json.loads((tmp_path / "out" / "export.json").read_text())["kv_heads"] == list(held)
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["kv_heads"] == list(cached)
     assert checkpoint.intact(tmp_path / "out")
 
 
@@ -120,7 +123,7 @@ def test_an_unknown_target_or_dtype_is_refused(saved: Callable[..., Path], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("ollama", "target gguf"),
         ("LM Studio", "target gguf"),
@@ -128,12 +131,12 @@ def test_an_unknown_target_or_dtype_is_refused(saved: Callable[..., Path], tmp_p
         ("hf", "target gqa .* and target transformers"),
     ],
 )
-def test_the_name_of_an_engine_is_answered_with_the_target_that_it_loads(name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"target must be one of \['auto', 'gguf', .*got '{name}': .*{said}"):
+def test_the_name_of_an_engine_is_answered_with_the_target_that_it_loads(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"target must be one of \['auto', 'gguf', .*got '{name}': .*{message}"):
         target(name, more=["auto"])
 
 
-# ---- what is held ------------------------------------------------------------------------------------------------
+# ---- supported plans ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def test_kv_heads_of_each_layer(
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "plan", "said"),
+    ("name", "family", "plan", "message"),
     [
         ("gqa", "gpt_neox", PLANS["uniform"], "layer 0 has 2 KV heads for 4 query heads.*export to target phi"),
         ("vllm", "gpt2", PLANS["uniform"], "layer 0 has 2 KV heads.*gpt2 family has no stock GQA form"),
@@ -174,10 +177,10 @@ def test_kv_heads_of_each_layer(
     ],
 )
 def test_a_refusal_says_what_to_do(
-    name: str, family: str, plan: AttentionPlan | None, said: str, saved: Callable[..., Path]
+    name: str, family: str, plan: AttentionPlan | None, message: str, saved: Callable[..., Path]
 ) -> None:
     config = checkpoint.load_config(saved(family, plan))
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(TargetError, match=message):
         kv_heads_in(name, config, plan or plan_of_config(config))
 
 
@@ -227,7 +230,7 @@ def test_a_gguf_file_has_the_counts_of_each_layer(saved: Callable[..., Path], tm
     assert fields["deci.attention.head_count"].contents() == [6, 4]
 
 
-def test_a_truncated_gguf_file_is_told(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_truncated_gguf_file_is_reported(saved: Callable[..., Path], tmp_path: Path) -> None:
     folder = saved("llama", PLANS["uniform"])
     export(folder, "gguf", tmp_path / "out")
     file = tmp_path / "out" / "model.gguf"
@@ -307,8 +310,8 @@ def test_a_model_with_maps_generates_as_the_source(saved: Callable[..., Path], t
     export(folder, "transformers", tmp_path / "out")
     source, back = checkpoint.load(folder), target("transformers").read(tmp_path / "out", None)
     prompt = torch.tensor([[1, 2, 3, 4]])
-    wanted = source.generate(prompt, max_new_tokens=8, do_sample=False)
-    assert torch.equal(back.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
+    expected = source.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(back.generate(prompt, max_new_tokens=8, do_sample=False), expected)
     padded, mask = torch.tensor([[0, 0, 1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
     with torch.no_grad():
         one, other = (model(padded, attention_mask=mask).logits[:, 2:] for model in (source, back))

@@ -114,7 +114,7 @@ def test_targets_hold_it_at_its_own_bytes(name: str, tiny_model: Tiny, tiny_toke
 
 
 def test_counts_of_each_layer_of_wide_heads(tiny_model: Tiny, tiny_tokens: Tensor, tmp_path: Path) -> None:
-    """One and two heads of twice the width, as DeciLM and deci hold them."""
+    """One and two heads of twice the width, in DeciLM's and deci's form."""
     model = tiny_model("llama")
     layers = (LayerPlan(ONE, ONE, 2, 2), LayerPlan((0, 0, 1, 1), (0, 0, 1, 1), 2, 2))
     plan = AttentionPlan(layers, geometry_of(model.config).head_dim)

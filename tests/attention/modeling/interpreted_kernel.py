@@ -37,22 +37,22 @@ def masks(tokens: int) -> dict[str, torch.Tensor]:
 
 
 def wrong_map() -> float:
-    """How far it is off with one head that reads a wrong value head: the comparison must see that."""
+    """Error with one head that reads a wrong value head: the comparison must detect it."""
     plan, wrong = PLANS["decoupled"], LayerPlan(PLANS["decoupled"].key_map, dense((0, 0, 1, 1, 0, 2, 1, 3)))
     right, kernels.Tables.of = Tables.of(wrong), lambda plan: right  # type: ignore[method-assign]
     return difference(plan, 32, 130, "cpu", torch.float32)
 
 
 def main() -> None:
-    found = {f"plan {name}": difference(plan, 32, 130, "cpu", torch.float32) for name, plan in PLANS.items()}
+    result = {f"plan {name}": difference(plan, 32, 130, "cpu", torch.float32) for name, plan in PLANS.items()}
     plan = PLANS["decoupled"]
-    found |= {f"width {d}": difference(plan, d, 70, "cpu", torch.float32) for d in (32, 64, 80, 128, 256)}
-    found |= {f"dtype {name}": difference(plan, 32, 130, "cpu", dtype) for name, dtype in DTYPES.items()}
-    found |= {f"tokens {s}": difference(plan, 32, s, "cpu", torch.float32) for s in (1, 64, 65, 700)}
-    found |= {f"mask {name}": difference(plan, 32, 200, "cpu", torch.float32, m) for name, m in masks(200).items()}
-    found["splits"] = split_sizes(700, 2 * 3, 4, 32)[0]
-    found["wrong map"] = wrong_map()
-    print(json.dumps(found))
+    result |= {f"width {d}": difference(plan, d, 70, "cpu", torch.float32) for d in (32, 64, 80, 128, 256)}
+    result |= {f"dtype {name}": difference(plan, 32, 130, "cpu", dtype) for name, dtype in DTYPES.items()}
+    result |= {f"tokens {s}": difference(plan, 32, s, "cpu", torch.float32) for s in (1, 64, 65, 700)}
+    result |= {f"mask {name}": difference(plan, 32, 200, "cpu", torch.float32, m) for name, m in masks(200).items()}
+    result["splits"] = split_sizes(700, 2 * 3, 4, 32)[0]
+    result["wrong map"] = wrong_map()
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

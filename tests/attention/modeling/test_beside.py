@@ -1,4 +1,4 @@
-"""A converted model beside its original: the same numbers, and no second copy of what both have."""
+"""A converted model that shares weights with its original: the same numbers, and no second copy of shared weights."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 def test_it_is_the_same_model(tiny_model: Any, family: str, plan: AttentionPlan) -> None:
     original = tiny_model(family)
     before = {name: tensor.clone() for name, tensor in original.state_dict().items()}
-    apart, beside = (convert(original, plan, share=share) for share in (False, True))
-    assert apart.state_dict().keys() == beside.state_dict().keys()
-    assert all(torch.equal(tensor, beside.state_dict()[name]) for name, tensor in apart.state_dict().items())
-    assert torch.equal(apart(IDS).logits, beside(IDS).logits)
+    apart, shared = (convert(original, plan, share=share) for share in (False, True))
+    assert apart.state_dict().keys() == shared.state_dict().keys()
+    assert all(torch.equal(tensor, shared.state_dict()[name]) for name, tensor in apart.state_dict().items())
+    assert torch.equal(apart(IDS).logits, shared(IDS).logits)
     theirs = {parameter.data_ptr() for parameter in original.parameters()}
-    inside = {id(p) for module in family_of(beside.config).attention_modules(beside) for p in module.parameters()}
-    for name, parameter in beside.named_parameters():
+    inside = {id(p) for module in family_of(shared.config).attention_modules(shared) for p in module.parameters()}
+    for name, parameter in shared.named_parameters():
         assert (parameter.data_ptr() in theirs) == (id(parameter) not in inside), name
     assert not {parameter.data_ptr() for parameter in apart.parameters()} & theirs
     # Nothing that is done to it before it is written reaches the original
-    round_weights(beside, torch.bfloat16)
-    cast_weights(beside, torch.bfloat16)
+    round_weights(shared, torch.bfloat16)
+    cast_weights(shared, torch.bfloat16)
     assert all(torch.equal(tensor, before[name]) for name, tensor in original.state_dict().items())
 
 
 @torch.no_grad()
-def test_a_plain_form_beside_its_model(tiny_model: Any) -> None:
+def test_a_plain_form_shares_weights_with_its_model(tiny_model: Any) -> None:
     converted = convert(tiny_model("llama"), UNIFORM)
     plain = to_plain(converted)
     assert torch.allclose(plain(IDS).logits, converted(IDS).logits, atol=1e-5)
@@ -73,7 +73,7 @@ def test_heads_are_lifted_one_layer_at_a_time(tiny_model: Any) -> None:
     model = tiny_model("llama", num_key_value_heads=2)
     lazy = LiftedHeads(model)
     assert len(lazy) == 2 and lazy[0] is lazy[0] and lazy[-1] is lazy[1]
-    for mine, whole in zip(lazy, lift(model), strict=True):
-        assert torch.equal(mine.k, whole.k) and torch.equal(mine.o, whole.o)
+    for ours, whole in zip(lazy, lift(model), strict=True):
+        assert torch.equal(ours.k, whole.k) and torch.equal(ours.o, whole.o)
     with pytest.raises(IndexError):
         lazy[2]

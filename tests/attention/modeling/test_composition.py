@@ -133,10 +133,10 @@ def test_groups_are_composes_of_their_own() -> None:
     out = whole(a, x, whole.key_weights(x))
     for g in range(2):
         part = Compose(H // 2, D, Composition(static_base=True)).double()
-        for mine, all_of_it in ((part.query, whole.query), (part.key, whole.key)):
-            mine.w_1.copy_(all_of_it.w_1[:, g : g + 1])
-            mine.w_2.copy_(all_of_it.w_2[g : g + 1])
-            mine.w_gate.copy_(all_of_it.w_gate[:, 2 * g : 2 * g + 2])
+        for ours, all_of_it in ((part.query, whole.query), (part.key, whole.key)):
+            ours.w_1.copy_(all_of_it.w_1[:, g : g + 1])
+            ours.w_2.copy_(all_of_it.w_2[g : g + 1])
+            ours.w_gate.copy_(all_of_it.w_gate[:, 2 * g : 2 * g + 2])
         part.base.copy_(whole.base[g : g + 1])
         heads = a[:, 2 * g : 2 * g + 2]
         assert torch.allclose(out[:, 2 * g : 2 * g + 2], part(heads, x, part.key_weights(x)), atol=1e-12)
@@ -179,12 +179,12 @@ def test_initialisation_is_the_papers() -> None:
     heads, hidden, rank = 32, 256, 2
     side = DynamicWeights(heads, hidden, Composition(rank=rank))
     side.reset(generator=seeded())
-    wanted = {
+    expected = {
         "w_1": math.sqrt(2 / (hidden + 2 * heads * rank)),
         "w_2": 0.02 / (math.sqrt(2 * heads * rank) * (heads + rank)),
         "w_gate": 0.05 * math.sqrt(2 / (hidden + heads)),
     }
-    for name, std in wanted.items():
+    for name, std in expected.items():
         assert float(getattr(side, name).detach().std()) == pytest.approx(std, rel=0.05), name
 
 
@@ -229,7 +229,8 @@ def test_extra_parameters_worked_example() -> None:
 
 
 def test_a_part_of_the_branches_has_its_own_parameters_and_nothing_else() -> None:
-    """Table 9: W_1 and W_2 of both sides and places, or W_g alone; at decoding 2R or 1 value a head, side and place."""
+    """Table 9: W_1 and W_2 of both sides and places, or W_g alone; at decoding 2R or 1 value per head, side and
+    place."""
     R, D_, H_ = 2, 32, 4
     both, projections, gates = (Composition(**s) for s in ({}, {"gate": False}, {"projection": False}))
     assert extra_parameters(projections, 1, H_, D_) == 4 * (D_ * 2 * R * H_ + (2 * R * H_) ** 2)
@@ -313,8 +314,8 @@ def test_cached_equals_uncached(tiny_model, settings: Composition) -> None:
     parts += [model(x[:, t : t + 1], **cache_argument(model, cache)).logits for t in range(16, 24)]
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)  # RoPE and softmax leave float32 traces
     assert cache_bytes(cache) == 2 * 24 * model.plan.kv_bytes_per_token("float64")
-    held = {None if layer.key_weights is None else layer.key_weights.shape[-1] for layer in cache.layers}
-    assert held == {settings.cached_values(4) or None}
+    cached = {None if layer.key_weights is None else layer.key_weights.shape[-1] for layer in cache.layers}
+    assert cached == {settings.cached_values(4) or None}
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0}], ids=str)
@@ -497,11 +498,11 @@ def test_static_composition_is_expanded_projections(family: str, place: str, tin
             expanded.append(replace(heads, v=heads.v.flatten(0, 1)[None], v_bias=v_bias, o=o))
     own, one = tuple(range(4)), (0,) * 4
     wide = LayerPlan(one, own, 4, 1) if scores else LayerPlan(own, one, 1, 4)
-    found = assemble(model, replace(plan, layers=(wide, wide)), expanded)
+    result = assemble(model, replace(plan, layers=(wide, wide)), expanded)
     expected = composed(tiny_tokens).logits
-    torch.testing.assert_close(found(tiny_tokens).logits, expected, rtol=0, atol=1e-6)  # softmax in float32
+    torch.testing.assert_close(result(tiny_tokens).logits, expected, rtol=0, atol=1e-6)  # softmax in float32
     assert float((model(tiny_tokens).logits - expected).abs().max()) > 1e-2, "composition changes the model"
-    assert found.plan.kv_bytes_per_token(torch.float32) == plan.kv_bytes_per_token(torch.float32)
+    assert result.plan.kv_bytes_per_token(torch.float32) == plan.kv_bytes_per_token(torch.float32)
 
 
 MISSING = {"scores": "after_softmax", "weights": "before_softmax"}

@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, mask: Tensor | None) -> Tensor:
-    """The slow, independent form: every query head gets its own copy. Softmax by hand: with a float32 mask beside a
+    """The slow, independent form: every query head gets its own copy. Softmax by hand: with a float32 mask and a
     float64 query torch's fused attention for CPUs reads the mask wrongly on some of them."""
     key, value = expand_heads(key, torch.tensor(plan.key_map)), expand_heads(value, torch.tensor(plan.value_map))
     logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -52,8 +52,8 @@ def test_every_way_equals_the_expanded_attention(way, maps, kind: str, batch: in
     seen = normal(batch, H if kind == "per head" else 1, 1, S, seed=7) > -0.5
     seen[..., 0] = True
     mask = {"none": None, "additive": torch.where(seen, 0.0, -1e9)}.get(kind, seen)
-    wanted = reference(query, key, value, plan, mask)
-    assert torch.allclose(way(query, key, value, HeadMaps.of(plan), mask, None), wanted, atol=1e-6)
+    expected = reference(query, key, value, plan, mask)
+    assert torch.allclose(way(query, key, value, HeadMaps.of(plan), mask, None), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", [decode, decode_padded], ids=lambda f: f.__name__)
@@ -67,7 +67,7 @@ def test_wide_heads_are_their_slices_side_by_side(way, maps, widths: tuple[int, 
         normal(2, plan.key_heads, S, m * d),
         normal(2, plan.value_heads, S, n * d),
     )
-    wanted = reference(query, key, value, plan, None)
+    expected = reference(query, key, value, plan, None)
 
     def sliced(states: Tensor, width: int) -> Tensor:
         return (
@@ -77,7 +77,7 @@ def test_wide_heads_are_their_slices_side_by_side(way, maps, widths: tuple[int, 
         )
 
     out = way(sliced(query, m), sliced(key, m), sliced(value, n), HeadMaps.of(plan), None, None)
-    assert torch.allclose(out, wanted, atol=1e-6)
+    assert torch.allclose(out, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", [decode_by_group, decode_padded], ids=lambda f: f.__name__)
@@ -91,15 +91,15 @@ def test_a_wrong_map_is_seen(way) -> None:
 
 
 def test_long_caches_go_by_group(monkeypatch) -> None:
-    taken = []
+    chosen = []
     for way in (decode_by_group, decode_padded):
-        monkeypatch.setattr(decoding, way.__name__, lambda *a, name=way.__name__: taken.append(name))
+        monkeypatch.setattr(decoding, way.__name__, lambda *a, name=way.__name__: chosen.append(name))
     maps = HeadMaps.of(LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)))
     enough = decoding.GROUPED_FROM // 4
     for batch, length, threads in ((1, enough, 2), (1, enough - 1, 1), (2, enough, 2), (2, enough, 1)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         decode(normal(batch, 4, 1, 4), normal(batch, 3, length, 4), normal(batch, 1, length, 4), maps, None, None)
-    assert taken == ["decode_by_group", "decode_padded", "decode_padded", "decode_by_group"]
+    assert chosen == ["decode_by_group", "decode_padded", "decode_padded", "decode_by_group"]
 
 
 # ---- the growing cache -------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def test_it_grows_in_place(model, filled: DynamicCache) -> None:
 def test_a_prefilled_cache_holds_its_tokens_exactly(model) -> None:
     with torch.no_grad():
         cache = model(tokens(1, 20), use_cache=True).past_key_values
-    held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
-    assert held == 20 * DECOUPLED.kv_bytes_per_token("float32")
+    stored_bytes = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+    assert stored_bytes == 20 * DECOUPLED.kv_bytes_per_token("float32")
 
 
 CHANGES = {

@@ -61,10 +61,10 @@ def test_logits_are_those_of_heads_copied_by_hand(demo_model, plan, shared) -> N
     copied = copy.deepcopy(demo_model)
     layers = copied.model.layers
     for s in plan.shares:
-        mine, theirs = (slice(h * 32, (h + 1) * 32) for h in (s.head, s.source_head))
+        ours, theirs = (slice(h * 32, (h + 1) * 32) for h in (s.head, s.source_head))
         for name in ("q_proj", "k_proj", "v_proj"):
             target, source = (getattr(layers[i].self_attn, name) for i in (s.layer, s.source_layer))
-            target.weight[mine] = source.weight[theirs]
+            target.weight[ours] = source.weight[theirs]
     assert torch.allclose(shared(TOKENS).logits, copied(TOKENS).logits, atol=1e-4)
     assert (shared(TOKENS).logits - demo_model(TOKENS).logits).abs().max() > 0.1
 
@@ -95,14 +95,14 @@ def test_after_fifty_steps_shared_heads_are_still_one_tensor(shared, plan, tmp_p
 
 @torch.no_grad()
 def assert_one_tensor(model: Any, shares: tuple[HeadShare, ...]) -> None:
-    """Both users show the same numbers, and changing a lent head where it lies changes what the borrower computes."""
+    """Both users show the same numbers, and changing a lent head in place changes the borrower's result."""
     family, geometry = family_of(model.config), geometry_of(model.config)
     modules = family.attention_modules(model)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
     for s in shares:
-        mine, theirs = (family.read(modules[i], geometry) for i in (s.layer, s.source_layer))
+        ours, theirs = (family.read(modules[i], geometry) for i in (s.layer, s.source_layer))
         for name in ("q", "k", "v"):
-            assert torch.equal(getattr(mine, name)[s.head], getattr(theirs, name)[s.source_head])
+            assert torch.equal(getattr(ours, name)[s.head], getattr(theirs, name)[s.source_head])
         for name in ("q_proj", "k_proj", "v_proj"):
             lender, borrower = (getattr(modules[i], name) for i in (s.source_layer, s.layer))
             stored = lender.own_weight if hasattr(lender, "own_weight") else lender.weight
@@ -132,17 +132,17 @@ print(sum(p.numel() for p in model.parameters()), resident() - before)
 @pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux' /proc")
 def test_resident_memory_falls_by_the_shared_heads(tiny_model, tmp_path: Path) -> None:
-    """A random model of 8 layers of 16 heads of 64, loaded and run in processes of their own: at least 90 % shows."""
+    """A random model of 8 layers of 16 heads of 64, loaded and run in separate processes: at least 90 % shows."""
     wide = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16}
     model = tiny_model("llama", **wide, head_dim=64, intermediate_size=64)
     plan = AttentionPlan(AttentionPlan.identity(8, 16, 64).layers, 64, match_heads(lift(model), 0.3))
     small = checkpoint.save(tiny_model("llama"), tmp_path / "small")
-    found = []
+    result = []
     for name, each in (("whole", plan.unshared), ("shared", plan)):
         folder = checkpoint.save(convert(model, each), tmp_path / name, plain=False)
         command = [sys.executable, "-c", MEASURE, str(folder), str(small)]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found.append([int(number) for number in out.split()])
+        result.append([int(number) for number in out.split()])
     saved = 4 * len(plan.shares) * 3 * 64 * 1024
-    assert len(plan.shares) == 38 and 4 * (found[0][0] - found[1][0]) == saved
-    assert found[0][1] - found[1][1] >= 0.9 * saved
+    assert len(plan.shares) == 38 and 4 * (result[0][0] - result[1][0]) == saved
+    assert result[0][1] - result[1][1] >= 0.9 * saved

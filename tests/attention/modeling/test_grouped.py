@@ -47,15 +47,15 @@ def pooled(heads: LayerHeads, layer: LayerPlan) -> LayerHeads:
 def models(request, tiny_model):
     """For each plan: the grouped model, and plain MHA with the same pooled heads repeated (the slow, obvious form)."""
     model = tiny_model(request.param)
-    made = {}
+    created = {}
     for name, layers in PLANS.items():
         plan = AttentionPlan(layers, 8)
         heads = [pooled(h, layer) for h, layer in zip(lift(model), layers, strict=True)]
         expanded = tiny_model(request.param)
         for module, h, layer in zip(families()[request.param].attention_modules(expanded), heads, layers, strict=True):
             families()[request.param].write(module, h.expand(layer.key_map, layer.value_map))
-        made[name] = (assemble(model, plan, heads), expanded, plan)
-    return made
+        created[name] = (assemble(model, plan, heads), expanded, plan)
+    return created
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -89,8 +89,8 @@ def test_cached_equals_uncached(models, name: str) -> None:
     pairs = zip(windows, plan.layers, strict=True)
     numbers = sum((min(window, 25) - 1) * 8 * (layer.key_heads + layer.value_heads) for window, layer in pairs)
     assert cache_bytes(cache) == 2 * 4 * numbers
-    held = [(layer.keys.shape[1], layer.values.shape[1]) for layer in cache.layers]
-    assert held == [(layer.key_heads, layer.value_heads) for layer in plan.layers]
+    cached = [(layer.keys.shape[1], layer.values.shape[1]) for layer in cache.layers]
+    assert cached == [(layer.key_heads, layer.value_heads) for layer in plan.layers]
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_decode_equals_loops(maps) -> None:
             k, v = key[b, plan.key_map[h]], value[b, plan.value_map[h]]
             scores = [float(query[b, h, 0] @ k[s]) / math.sqrt(d) for s in range(S)]
             weights = [math.exp(x) if mask[b, 0, 0, s] else 0.0 for s, x in enumerate(scores)]
-            wanted = sum(w / sum(weights) * v[s] for s, w in enumerate(weights))
-            assert torch.allclose(out[b, h, 0], wanted, atol=1e-6)  # the softmax runs in float32
+            expected = sum(w / sum(weights) * v[s] for s, w in enumerate(weights))
+            assert torch.allclose(out[b, h, 0], expected, atol=1e-6)  # the softmax runs in float32
 
 
 def test_slots_worked_example() -> None:

@@ -30,7 +30,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, float]:
-    """Differences from the reference, from a process of its own: Triton chooses the interpreter when it is loaded."""
+    """Differences from the reference, from a separate process: Triton chooses the interpreter when it is loaded."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, HERE / "interpreted_kernel.py"], env=environment, capture_output=True, text=True
@@ -162,10 +162,13 @@ def test_a_kernel_that_fails_or_errs_is_not_trusted(monkeypatch: pytest.MonkeyPa
     def fail(*_: object) -> float:
         raise RuntimeError("no such chip")
 
-    for outcome, said in ((fail, "RuntimeError: no such chip"), (lambda *_: 0.5, "differs from the reference by 0.5")):
+    for outcome, output in (
+        (fail, "RuntimeError: no such chip"),
+        (lambda *_: 0.5, "differs from the reference by 0.5"),
+    ):
         kernels.trusted.cache_clear()
         monkeypatch.setattr(kernels, "difference", outcome)
-        with pytest.warns(UserWarning, match=said):
+        with pytest.warns(UserWarning, match=output):
             assert not kernels.trusted(device, torch.float32, 32)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -62,9 +62,9 @@ def compare(model: Any, teacher: Any, ids: Tensor, distillation: str, positions:
     expected = whole(distillation, 0.3, model, teacher, ids)
     slopes = gradients(model, expected)
     with at_once(positions):
-        found = objective(distillation, 0.3, teacher)(model, ids)
-        assert found.item() == pytest.approx(expected.item(), abs=tolerance)
-        again = gradients(model, found)
+        result = objective(distillation, 0.3, teacher)(model, ids)
+        assert result.item() == pytest.approx(expected.item(), abs=tolerance)
+        again = gradients(model, result)
     assert set(again) == set(slopes) == {name for name, _ in model.named_parameters()}
     for name, slope in slopes.items():
         assert (again[name] - slope).abs().max() <= tolerance * (1 + slope.abs().max()), name
@@ -113,10 +113,10 @@ def test_means_against_sums_token_by_token(pair: tuple[Any, Any], positions: int
     (model, teacher), ids = pair, tokens(5, 7)
     language = divergence = 0.0
     for row in ids:
-        mine, other = (m(row[None]).logits[0].double().log_softmax(-1).tolist() for m in (model, teacher))
+        ours, other = (m(row[None]).logits[0].double().log_softmax(-1).tolist() for m in (model, teacher))
         for t in range(6):
-            language -= mine[t][row[t + 1]]
-            divergence += sum(math.exp(q) * (q - p) for p, q in zip(mine[t], other[t], strict=True))
+            language -= ours[t][row[t + 1]]
+            divergence += sum(math.exp(q) * (q - p) for p, q in zip(ours[t], other[t], strict=True))
     language, divergence = language / 30, divergence / 30
     with at_once(positions):
         assert objective("kl", 0.25, teacher)(model, ids).item() == pytest.approx(
@@ -145,9 +145,9 @@ def test_a_head_that_is_not_trained_hands_gradients_on(tiny_model: Any) -> None:
     frozen.get_output_embeddings().requires_grad_(False)
     slopes = gradients(model, whole("none", 0, model, None, ids))
     with at_once(5):
-        found = gradients(frozen, objective()(frozen, ids))
-    assert set(slopes) - set(found) == {"lm_head.weight"}
-    for name, slope in found.items():
+        result = gradients(frozen, objective()(frozen, ids))
+    assert set(slopes) - set(result) == {"lm_head.weight"}
+    for name, slope in result.items():
         torch.testing.assert_close(slope, slopes[name], atol=2e-6, rtol=1e-5)
 
 
@@ -220,7 +220,7 @@ def test_a_gpu_makes_as_many_logits_at_once_as_its_memory_allows(gigabytes: int,
     memory = gigabytes * 10**9
     positions = predictions.positions_at_once(vocabulary, memory)
     whole = predictions.most_logit_bytes(vocabulary, 10**9, memory)
-    if not memory:  # of the host, as it was
+    if not memory:  # of the host, unchanged
         assert positions == 64 * 2**20 // (4 * vocabulary) == predictions.positions_at_once(vocabulary)
         return
     assert whole <= memory / 8

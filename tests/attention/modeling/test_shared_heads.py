@@ -1,4 +1,4 @@
-"""Shared heads and MLP blocks: the same model as one with the heads copied by hand, with every weight held once."""
+"""Shared heads and MLP blocks: the same model as one with the heads copied by hand, with every weight stored once."""
 
 import copy
 from dataclasses import replace
@@ -64,16 +64,16 @@ def copied_by_hand(model, plan: AttentionPlan):
     for s in plan.mlp_shares:
         source, target = (mlp.mlp_sites(model)[i] for i in (s.source_layer, s.layer))
         size = source.neurons // plan.num_heads
-        mine, theirs = (
+        ours, theirs = (
             slice(s.head * size, (s.head + 1) * size),
             slice(s.source_head * size, (s.source_head + 1) * size),
         )
         for name in source.inputs:
             old, new = source.projection(name), target.projection(name)
-            new.weight[mine] = old.weight[theirs]
+            new.weight[ours] = old.weight[theirs]
             if new.bias is not None:
-                new.bias[mine] = old.bias[theirs]
-        target.projection(target.output).weight[:, mine] = source.projection(source.output).weight[:, theirs]
+                new.bias[ours] = old.bias[theirs]
+        target.projection(target.output).weight[:, ours] = source.projection(source.output).weight[:, theirs]
     return model
 
 
@@ -85,7 +85,7 @@ def test_forward_and_gradients_are_those_of_the_whole_weight(kind, bias: bool, b
     torch.manual_seed(0)
     shape = (6, 17) if kind is SharedRows else (17, 6)
     lender = nn.Linear(*shape, bias=bias, dtype=torch.float64)
-    shared = kind(lender, 4, 4, {mine: (lender, theirs) for mine, theirs in borrowed.items()})
+    shared = kind(lender, 4, 4, {ours: (lender, theirs) for ours, theirs in borrowed.items()})
     assert not [name for name, _ in shared.named_parameters() if "lender" in name]
     x = torch.randn(3, 5, shape[0], dtype=torch.float64)
     weight, place = [], 0
@@ -98,12 +98,12 @@ def test_forward_and_gradients_are_those_of_the_whole_weight(kind, bias: bool, b
             place += 4
     weight = torch.cat([*weight, cut(shared.own_weight, place, place + 1)], kind.dim)
     assert torch.equal(shared.weight, weight) and shared.weight.shape == lender.weight.shape
-    found, wanted = shared(x), F.linear(x, weight, shared.bias)
-    torch.testing.assert_close(found, wanted)
-    out = torch.randn_like(found)
+    result, expected = shared(x), F.linear(x, weight, shared.bias)
+    torch.testing.assert_close(result, expected)
+    out = torch.randn_like(result)
     leaves = [*lender.parameters(), *shared.parameters()]
-    theirs = torch.autograd.grad(wanted, leaves, out, allow_unused=True)
-    for a, b in zip(torch.autograd.grad(found, leaves, out, allow_unused=True), theirs, strict=True):
+    theirs = torch.autograd.grad(expected, leaves, out, allow_unused=True)
+    for a, b in zip(torch.autograd.grad(result, leaves, out, allow_unused=True), theirs, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -113,19 +113,19 @@ def test_logits_are_those_of_heads_copied_by_hand(name: str, tiny_model) -> None
     try:
         mlp.mlp_sites(model)
         plan = BOTH
-    except ValueError:  # mixtures of experts, and projections that are no linear layers of their own
+    except ValueError:  # mixtures of experts, and projections that are not separate linear layers
         plan = HEADS
         assert name in WITHOUT_BLOCKS
     shared: Any = convert(model, plan)
-    wanted: Any = copied_by_hand(model, plan)
-    assert torch.allclose(logits(shared), logits(wanted), atol=1e-4)
+    expected: Any = copied_by_hand(model, plan)
+    assert torch.allclose(logits(shared), logits(expected), atol=1e-4)
     assert not torch.allclose(logits(shared), logits(model), atol=1e-2)
     assert parameters(model) - parameters(shared) == saved_parameters(model, plan) > 0
     ids = shared.generate(IDS[:, :5], max_new_tokens=6, do_sample=False)
-    assert torch.equal(ids, wanted.generate(IDS[:, :5], max_new_tokens=6, do_sample=False))
+    assert torch.equal(ids, expected.generate(IDS[:, :5], max_new_tokens=6, do_sample=False))
 
 
-# Queries, values and outputs follow shares of their own; keys share nothing.
+# Queries, values and outputs have separate shares; keys share nothing.
 APART = AttentionPlan(LAYERS, 8, query_shares=SHARES[:2], value_shares=SHARES[2:6], output_shares=SHARES[5:])
 WITH_OUTPUT = AttentionPlan(LAYERS, 8, SHARES, output_shares=SHARES)
 
@@ -161,7 +161,7 @@ THIRTEEN = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers"
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mlp", "left"),
+    ("sizes", "mlp", "remaining"),
     [
         (SEVEN, False, "6.09B of 6.74B"),
         (SEVEN, True, "4.80B of 6.74B"),  # the paper's table has 4.74B
@@ -169,7 +169,7 @@ THIRTEEN = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers"
         (THIRTEEN, True, "9.21B of 13.02B"),
     ],
 )
-def test_the_papers_share_of_the_parameters_of_a_llama_2(sizes: dict[str, int], mlp: bool, left: str) -> None:
+def test_the_papers_share_of_the_parameters_of_a_llama_2(sizes: dict[str, int], mlp: bool, remaining: str) -> None:
     """Cao 2024, table "Statistics of Memory Reduction": 30 % of the heads, outputs too, and of the MLP's blocks."""
     config = LlamaConfig(**sizes, vocab_size=32000)
     with torch.device("meta"):
@@ -182,7 +182,7 @@ def test_the_papers_share_of_the_parameters_of_a_llama_2(sizes: dict[str, int], 
     assert saved_parameters(model, plan) == many * 3 * width * config.hidden_size
     plan = replace(plan, output_shares=shares, mlp_shares=shares if mlp else ())
     whole = parameters(model)
-    assert f"{(whole - saved_parameters(model, plan)) / 1e9:.2f}B of {whole / 1e9:.2f}B" == left
+    assert f"{(whole - saved_parameters(model, plan)) / 1e9:.2f}B of {whole / 1e9:.2f}B" == remaining
 
 
 def test_outputs_of_a_gpt2_are_refused_and_a_refit_of_shared_ones(tiny_model) -> None:
@@ -233,9 +233,9 @@ def test_gradients_of_all_users_add_up(tiny_model) -> None:
     grads = [m.v_proj.weight.grad.unflatten(0, (4, 8)) for m in modules]
     for head in range(4):
         users = [s for s in SHARES if (s.source_layer, s.source_head) == (0, head)]
-        wanted = sum((grads[s.layer][s.head] for s in users), grads[0][head])
-        found = lent.v_proj.weight.grad.unflatten(0, (4, 8))[head]
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        expected = sum((grads[s.layer][s.head] for s in users), grads[0][head])
+        result = lent.v_proj.weight.grad.unflatten(0, (4, 8))[head]
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_copies_are_models_of_their_own(tiny_model) -> None:
@@ -271,10 +271,10 @@ def test_export_writes_shared_heads_out(name: str, target: str, tiny_model, tmp_
     assert report.max_logit_difference < 1e-4 * max(report.max_logit, 1)
 
 
-def test_adapters_are_told_which_projections_share(tiny_model) -> None:
+def test_adapters_know_which_projections_share(tiny_model) -> None:
     shared = convert(four(tiny_model, "llama"), AttentionPlan(LAYERS, 8, (HeadShare(2, 1, 1, 0),)))
-    wanted = {f"model.layers.{i}.self_attn.{p}_proj" for i in (1, 2) for p in "qkv"}
-    assert sharing_modules(shared) == wanted and sharing_modules(unshare(shared)) == set()
+    expected = {f"model.layers.{i}.self_attn.{p}_proj" for i in (1, 2) for p in "qkv"}
+    assert sharing_modules(shared) == expected and sharing_modules(unshare(shared)) == set()
 
 
 def test_layers_that_share_are_not_fitted_alone(tiny_model) -> None:

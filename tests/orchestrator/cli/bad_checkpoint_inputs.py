@@ -1,4 +1,4 @@
-"""What may be wrong with a checkpoint and its files, and with a training."""
+"""Errors in a checkpoint and its files, and in a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may get wrong in converting, exporting and inspecting, and in estimates of it."""
+"""Errors of users in converting, exporting and inspecting, and in estimates of it."""
 
 from __future__ import annotations
 

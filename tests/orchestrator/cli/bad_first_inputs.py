@@ -1,4 +1,4 @@
-"""What a stranger may get wrong at the beginning: with the demo, and with a first configuration."""
+"""Errors of new users: with the demo, and with a first configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one bad input is: a command line, what is done to the folder before, and what must be told.
+"""A bad input: a command line, the preparation of the folder, and the expected message.
 
 Commands run in the folder of `bad_input_folder`. `...` in one stands for small texts that are there, see `ELLIPSIS`.
 """
@@ -30,8 +30,8 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 @dataclass(frozen=True)
 class Bad:
-    """One bad input. `said`: what the message must contain, in any case. `leaves`: a folder in which a command may
-    leave what it has made so far, e.g. token files that the next start takes."""
+    """A bad input. `said`: text that the message must contain, in any case. `leaves`: a folder in which a command may
+    leave finished files, e.g. token files that the next start uses."""
 
     what: str
     line: str

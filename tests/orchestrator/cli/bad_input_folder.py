@@ -1,6 +1,6 @@
 """The folder in which bad inputs are tried: tiny checkpoints, a text, a search that has ended, and other people's work.
 
-Also what is done with it: a command is run in it, in this process, and a digest tells whether anything has changed.
+Also the run of a command in it, in this process, and a digest that shows whether anything has changed.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _make_search(root: Path, home: Path) -> None:
 
 
 def digest(root: Path) -> dict[str, str]:
-    """Of everything in a folder: kind, mode, and content or where a link leads, by relative name."""
-    found = {}
+    """Entries of a folder: kind, mode, and content or target of a link, by relative name."""
+    result = {}
     for path in sorted(root.rglob("*")):
         mode = path.lstat().st_mode
         content = "folder"
@@ -113,13 +113,13 @@ def digest(root: Path) -> dict[str, str]:
             content = f"link to {path.readlink()}"
         elif stat.S_ISREG(mode):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-        found[path.relative_to(root).as_posix()] = f"{stat.filemode(mode)} {content}"
-    return found
+        result[path.relative_to(root).as_posix()] = f"{stat.filemode(mode)} {content}"
+    return result
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command did: its exit code and all that it wrote."""
+    """The result of a command: its exit code and its output."""
 
     code: int
     out: str
@@ -131,42 +131,42 @@ def run_in(folder: Path, arguments: list[str]) -> Ran:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        with _captured() as told:
+        with _captured() as report:
             try:
                 main.run(arguments)
             except SystemExit as ended:
                 code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
             else:
                 code = 0
-        return Ran(code, *told)
+        return Ran(code, *report)
     finally:
         os.chdir(before)
 
 
 @functools.cache
 def _streams() -> tuple[TextIO, TextIO]:
-    """Where output goes; open for the whole process, since a library's logger keeps the stream that it has found."""
+    """The captured output; open for the whole process, since a library's logger keeps the stream that it has found."""
     return tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
 
 
 @contextlib.contextmanager
 def _captured() -> Iterator[list[str]]:
-    """What is written to stdout and stderr, by Python and below it; filled at the end."""
-    told: list[str] = []
+    """The output to stdout and stderr, by Python and below it; filled at the end."""
+    report: list[str] = []
     out, err = _streams()
-    kept = [(number, os.dup(number), stream) for number, stream in ((1, out), (2, err))]
-    for number, _, stream in kept:
+    stored = [(number, os.dup(number), stream) for number, stream in ((1, out), (2, err))]
+    for number, _, stream in stored:
         os.dup2(stream.fileno(), number)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield told
+            yield report
     finally:
-        for number, copy, stream in kept:
+        for number, copy, stream in stored:
             os.dup2(copy, number)
             os.close(copy)
             stream.flush()
             stream.seek(0)
-            told.append(stream.read())
+            report.append(stream.read())
             stream.seek(0)
             stream.truncate()
 

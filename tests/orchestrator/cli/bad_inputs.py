@@ -1,4 +1,4 @@
-"""What a user may get wrong, as data: all bad inputs by verb. Commands run in the folder of `bad_input_folder`."""
+"""Errors of users, as data: all bad inputs by verb. Commands run in the folder of `bad_input_folder`."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ BY_VERB: dict[str, tuple[Bad, ...]] = {
 CASES = tuple(bad for cases in BY_VERB.values() for bad in cases)
 
 PENDING: frozenset[str] = frozenset()
-"""Cases that are not told as they should be yet; take a name out when it is."""
+"""Cases whose message is not yet as expected; remove a name when it is."""

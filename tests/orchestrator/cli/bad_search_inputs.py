@@ -1,4 +1,4 @@
-"""What a user may get wrong with a search: its configuration, its folder, what is to be promoted or told."""
+"""Errors of users with a search: its configuration, its folder, its promotions or reports."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ VERBS = get_command(app).commands  # type: ignore[attr-defined]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each case finds its folder."""
+    """The parent of the cases' folders."""
     return tmp_path_factory.mktemp("bad") / "folder"
 
 
@@ -66,8 +66,8 @@ def test_a_bad_input_is_refused_and_nothing_is_lost(
     for word in bad.said:
         assert word.lower() in ran.err.lower(), ran.err
     assert "Traceback" not in ran.err
-    before_it, found, _ = ran.err.partition("headfold: ")
-    assert found, "no message"
+    before_it, result, _ = ran.err.partition("headfold: ")
+    assert result, "no message"
     others = [line for line in before_it.splitlines() if not (line.startswith(TOLD_AT_ONCE) or SLOW.fullmatch(line))]
     assert others == [], "the message must stand alone"
     assert {name: after.get(name) for name in before} == before

@@ -51,7 +51,7 @@ def test_each_way_of_starting_lists_the_verbs(command: list[str]) -> None:
 
 
 def test_the_script_runs_from_anywhere_and_hides_no_library(tmp_path: Path) -> None:
-    """As a script Python puts orchestrator/ first on the path: no file or room there may have a library's name."""
+    """As a script Python puts orchestrator/ first on the path: no file or folder there may have a library's name."""
     done = run(SCRIPT, "search", "nothing.yaml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "no configuration file at 'nothing.yaml'" in done.stderr
@@ -117,7 +117,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["search", "nothing.yaml"], ["nothing.yaml"]),
         (["search", "configs/demo.yaml", "search.num_samplez=4"], ["search.num_samplez", "did you mean num_samples?"]),
@@ -185,7 +185,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 )
 def test_a_mistake_ends_with_a_message_and_exit_code_2(
     arguments: list[str],
-    said: list[str],
+    message: list[str],
     tmp_path: Path,
     demo_dir: Path,
     capfd: pytest.CaptureFixture[str],
@@ -199,11 +199,11 @@ def test_a_mistake_ends_with_a_message_and_exit_code_2(
     monkeypatch.setenv("COLUMNS", "200")
     known = {"STORE": str(tmp_path / "store"), "DEMO": str(demo_dir), "storage=STORE": f"storage={tmp_path / 'store'}"}
     code = run_here(*(known.get(a, a) for a in arguments))
-    told = capfd.readouterr().err
-    assert code == 2, told
-    assert "Traceback" not in told
-    for word in said:
-        assert word.lower() in told.lower()
+    output = capfd.readouterr().err
+    assert code == 2, output
+    assert "Traceback" not in output
+    for word in message:
+        assert word.lower() in output.lower()
 
 
 def test_more_workers_than_this_machine_has_are_refused_before_any_work(
@@ -213,10 +213,10 @@ def test_more_workers_than_this_machine_has_are_refused_before_any_work(
     sizes = ["data.train.tokens=8192", "data.eval.tokens=2048", "data.calibration.tokens=2048"]
     workers = ["train.num_workers=512", "train.batch_size=512", "data.max_epochs=10000"]
     code = run_here("search", "configs/demo.yaml", f"storage={tmp_path}", *sizes, *workers)
-    told = capfd.readouterr().err
-    assert code == 2, told
-    assert "train.num_workers" in told
-    assert "Traceback" not in told
+    output = capfd.readouterr().err
+    assert code == 2, output
+    assert "train.num_workers" in output
+    assert "Traceback" not in output
     assert not (tmp_path / "demo").exists()
 
 
@@ -271,8 +271,8 @@ def test_an_export_that_grows_the_cache_ends_with_2_and_both_numbers(
     source = checkpoint.save(convert(tiny_model("llama"), AttentionPlan((layer,) * 2, 8)), tmp_path / "apart")
     options = ["export", source, "--target", "gqa", "--out", tmp_path / "out"]
     assert run_here(*options) == 2
-    told = capfd.readouterr().err
-    assert all(said in told for said in ("512 KV bytes per token", "the plan 256", "--allow-larger-cache"))
+    output = capfd.readouterr().err
+    assert all(text in output for text in ("512 KV bytes per token", "the plan 256", "--allow-larger-cache"))
     assert not (tmp_path / "out").exists()
     assert run_here(*options, "--allow-larger-cache") == 0
     assert "a stock Llama checkpoint, which transformers and vLLM load as it is" in capfd.readouterr().out

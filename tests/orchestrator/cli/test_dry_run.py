@@ -39,9 +39,9 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
-        # 2 arms at 1 ratio; the best one and the baseline are promoted, 2 sequences of 32 tokens a step for 2 steps
+        # 2 arms at 1 ratio; the best one and the baseline are promoted, 2 sequences of 32 tokens per step for 2 steps
         (["search", "mine.yaml"], r"^trials: 2; 0 full training\(s\) in the promotion\ntokens: about 192 "),
         (["search", "mine.yaml"], r"^folder: \S+/mine-2 \('mine' exists already; --resume continues"),
         (["search", "mine.yaml", "name=fresh"], r"^folder: \S+/fresh$"),
@@ -59,11 +59,11 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_it_tells_and_writes_nothing(place: Path, command: list[str], said: str) -> None:
+def test_it_reports_and_writes_nothing(place: Path, command: list[str], message: str) -> None:
     before = digest(place)
     ran = run_in(place, [*command, "--dry-run"])
     assert ran.code == 0, ran.err
-    assert re.search(said, ran.out, re.MULTILINE), ran.out
+    assert re.search(message, ran.out, re.MULTILINE), ran.out
     assert ran.out.endswith("dry run: all checks passed, nothing was written\n")
     assert digest(place) == before
 
@@ -94,7 +94,7 @@ def test_memory_is_one_line_and_its_parts_are_verbose(place: Path, command: list
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (
             ["search", "mine.yaml", "data.train.tokens=900000"],
@@ -112,15 +112,15 @@ def test_memory_is_one_line_and_its_parts_are_verbose(place: Path, command: list
         (["promote", "runs/mine", "--trial", "gqa-0"], "baseline"),
     ],
 )
-def test_it_refuses_what_the_verb_refuses(place: Path, command: list[str], said: str) -> None:
+def test_it_refuses_what_the_verb_refuses(place: Path, command: list[str], message: str) -> None:
     before = digest(place)
     ran = run_in(place, [*command, "--dry-run"])
     assert ran.code == 2, (ran.out, ran.err)
-    assert said in ran.err and "all checks passed" not in ran.out
+    assert message in ran.err and "all checks passed" not in ran.out
     assert digest(place) == before
 
 
-def test_more_than_there_are_is_said(place: Path) -> None:
+def test_more_than_there_are_is_reported(place: Path) -> None:
     ran = run_in(place, ["promote", "runs/mine", "--top", "99", "--dry-run"])
     assert ran.code == 0 and "note: --top 99 takes every trial that has a result: there are 2 at 50%" in ran.err
 
@@ -132,26 +132,26 @@ def test_a_relaxation_that_cannot_end_is_warned_of(place: Path) -> None:
     assert re.search(r"warning: align: \d+ steps are too few for relaxation hard_concrete at rate 0\.01", ran.err)
 
 
-def test_a_model_beside_the_file_is_not_looked_for_on_the_hub(
+def test_a_model_next_to_the_file_is_not_searched_on_the_hub(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_here("search", place / "mine.yaml", "--dry-run") == 2
     assert f"relative to the current folder, and there is none of that name in {str(tmp_path)!r}; there is " in (
-        told := capsys.readouterr().err
+        output := capsys.readouterr().err
     )
-    assert f"run from {str(place)!r}" in told
+    assert f"run from {str(place)!r}" in output
 
 
 def test_an_estimate_for_another_machine_needs_no_gpu_here(place: Path) -> None:
-    asked = ["estimate", "--model", "model", "--recipe", "gqa", "--kv-ratio", "0.5", *SMALL[:4]]
+    requested = ["estimate", "--model", "model", "--recipe", "gqa", "--kv-ratio", "0.5", *SMALL[:4]]
     for more in (["--device", "cuda"], ["--gpus", "1", "--gpu-memory", "80"]):
-        ran = run_in(place, [*asked, *more])
+        ran = run_in(place, [*requested, *more])
         assert ran.code == 0, ran.err
         there = "80.00 GiB" if "80" in more else "an unknown amount"
         assert re.search(rf"^memory: \S+ GiB of GPU memory, or .*; {there} on each GPU$", ran.out, re.MULTILINE)
         assert re.search(r"about \d+ (s|min) on this machine's \d+ CPUs; for the time on a GPU name its type", ran.out)
-    here = run_in(place, [*asked, "--device", "cpu"])
+    here = run_in(place, [*requested, "--device", "cpu"])
     assert re.search(r"^memory: .* GiB available$", here.out, re.MULTILINE) and "GPU" not in here.out
 
 
@@ -171,16 +171,16 @@ def test_an_estimate_for_a_named_gpu_has_its_memory_and_its_speed(place: Path) -
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "message"),
     [(12.2, "13 s"), (60, "1 min"), (3599, "1 h"), (12_000, "3 h 20 min"), (134_202, "37 h"), (36_000, "10 h")],
 )
-def test_times_are_in_hours_where_they_are_long(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_times_are_in_hours_where_they_are_long(seconds: float, message: str) -> None:
+    assert duration(seconds) == message
 
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--steps", "2000"], "train needs 16000 sequences of 32 tokens"),
         (["--eval-tokens", "999999"], "eval needs 31249 sequences of 32 tokens"),
@@ -188,10 +188,10 @@ def test_times_are_in_hours_where_they_are_long(seconds: float, said: str) -> No
 )
 @pytest.mark.parametrize("dry", [["--dry-run"], []])
 def test_a_training_without_text_enough_is_refused_before_anything_is_written(
-    place: Path, more: list[str], said: str, dry: list[str]
+    place: Path, more: list[str], message: str, dry: list[str]
 ) -> None:
     before = digest(place)
     for command in (TRAIN, FINETUNE):
         ran = run_in(place, [*command, *more, *dry])
         assert (ran.code, digest(place)) == (2, before)
-        assert said in ran.err
+        assert message in ran.err

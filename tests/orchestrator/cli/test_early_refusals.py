@@ -43,7 +43,7 @@ VERBS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture
 def copied(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the demo beside a whole one; texts and weights are out of reach."""
+    """A copy of the demo next to a complete one; texts and weights are out of reach."""
     for name in ("whole", "model"):
         shutil.copytree(demo_dir, tmp_path / name)
 

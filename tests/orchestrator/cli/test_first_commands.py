@@ -1,4 +1,4 @@
-"""What a user types first, and what comes of it: exit code, and what is said or not said on the way.
+"""The first commands of a user, and their results: exit code, and what the output does or does not contain.
 
 Commands run in the folder of `bad_input_folder`: `model` is a Llama of 2 layers of 4 KV heads of 8 in float32 (512 KV
 bytes per token, 64 positions, 257 words), `grouped` has 2 KV heads. `...` stands for small texts, see
@@ -27,7 +27,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @dataclass(frozen=True)
 class Row(Bad):
-    """As `Bad`, with any exit code; `unsaid`: what must not be said. Output and errors are looked at together."""
+    """As `Bad`, with any exit code; `unsaid`: text that must not appear. Output and errors are checked together."""
 
     code: int = 0
     unsaid: tuple[str, ...] = ()

@@ -62,10 +62,10 @@ def test_the_result_passes_a_dry_run(
     assert run_here("search", brief, "--dry-run") == 0
     assert "trials: 2;" in capsys.readouterr().out
     assert run_here("search", file, "--dry-run") == 0
-    told, warnings = capsys.readouterr()
+    output, warnings = capsys.readouterr()
     assert "relaxation" not in warnings, "the steps are enough for align"
     # each recipe at 2 rates at each ratio, and 4 that are drawn
-    assert f"trials: {recipes * 2 * len(ratios) + 4};" in told and told.endswith("nothing was written\n")
+    assert f"trials: {recipes * 2 * len(ratios) + 4};" in output and output.endswith("nothing was written\n")
     config = parse_config(read_yaml(file.read_text()))
     assert config.search.kv_ratios == ratios and config.model.path == model.name
     assert sorted(path.name for path in place.iterdir()) == [model.name, brief.name, file.name]
@@ -106,8 +106,10 @@ def test_a_comparison_passes_a_dry_run_with_every_arm_at_its_best(
 
 def test_rates_of_a_comparison_fall_with_size_and_relaxations_need_room(demo_geometry: HeadGeometry) -> None:
     def compared(parameters: float, hardware: Hardware, *recipes: str) -> SearchConfig:
-        made = ComparisonConfig("m", demo_geometry, "float32", int(parameters), "texts", hardware, "s", recipes=recipes)
-        return parse_config(yaml.safe_load(made.text()))
+        created = ComparisonConfig(
+            "m", demo_geometry, "float32", int(parameters), "texts", hardware, "s", recipes=recipes
+        )
+        return parse_config(yaml.safe_load(created.text()))
 
     highest = [max(compared(size, NODE, "asymgqa").learning_rates) for size in (4e6, 1e8, 7e9)]
     assert highest == sorted(highest, reverse=True) and len(set(highest)) == 3
@@ -119,8 +121,8 @@ def test_rates_of_a_comparison_fall_with_size_and_relaxations_need_room(demo_geo
 
 def test_what_shares_weights_is_compared_at_the_whole_cache_and_is_not_refined(demo_geometry: HeadGeometry) -> None:
     names = ("postshare", "directshare")
-    made = ComparisonConfig("m", demo_geometry, "float32", 4_000_000, "texts", LAPTOP, "s", recipes=names)
-    config = parse_config(yaml.safe_load(made.text()))
+    created = ComparisonConfig("m", demo_geometry, "float32", 4_000_000, "texts", LAPTOP, "s", recipes=names)
+    config = parse_config(yaml.safe_load(created.text()))
     assert arms(config) == ["gqa", *names, "gqa_refined"]
     assert [(arm.name, arm.kv_ratios) for arm in config.search.recipes if arm.kv_ratios] == [
         (name, [1.0]) for name in names
@@ -140,8 +142,10 @@ def first(
 ) -> SearchConfig:
     """The configuration of a model of 12 query heads, read back."""
     geometry = replace(demo, num_heads=12, num_kv_heads=kv_heads, max_positions=32_768)
-    made = FirstConfig("org/Some Model-7B", geometry, "bfloat16", int(parameters), source, hardware, "s.json", **kind)
-    return parse_config(yaml.safe_load(made.text()))
+    created = FirstConfig(
+        "org/Some Model-7B", geometry, "bfloat16", int(parameters), source, hardware, "s.json", **kind
+    )
+    return parse_config(yaml.safe_load(created.text()))
 
 
 @pytest.mark.parametrize(
@@ -226,12 +230,12 @@ def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
         monkeypatch.setattr("orchestrator.resources.disk.disk_free", lambda _, free=free: free * GIGA)
         out = place / f"{free}.yaml"
         assert run_here("init", "qwen3-8b", "--gpus", 1, "--gpu-memory", 80, "--out", out) == 0
-        told = capsys.readouterr()
+        output = capsys.readouterr()
         config = parse_config(read_yaml(out.read_text()))
         assert config.train.tuning == "lora" and config.promotion.keep_weights == "finalists"
         storage = stored(config)
         taken[free] = storage.disk(1).most / GIGA
-        assert ("warning: the search takes up to" in told.err) == (taken[free] > free)
+        assert ("warning: the search takes up to" in output.err) == (taken[free] > free)
         assert stored(parse_config(read_yaml((place / f"{free}-smoke.yaml").read_text()))).disk(1).most < 120 * GIGA
     assert taken[100] < 200 and taken[2000] < 600
 

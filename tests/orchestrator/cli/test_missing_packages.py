@@ -1,4 +1,4 @@
-"""Where packages are not installed: what does without them works, and what needs one names it."""
+"""Without optional packages: commands that do not need them work, and those that do name the package."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_adapters_are_missed_before_anything_starts(
 @pytest.mark.slow
 @pytest.mark.extended
 def test_an_environment_of_the_requirements_is_enough(tmp_path: Path, demo_dir: Path, little_text: str) -> None:
-    """Nothing but requirements/convert.txt and the wheel, with the torch of this environment's version."""
+    """Only requirements/convert.txt and the wheel, with the torch of this environment's version."""
     clean = CleanEnvironment(tmp_path / "venv")
     venv.create(clean.folder, with_pip=True)
     pip = [clean.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

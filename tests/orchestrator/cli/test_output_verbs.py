@@ -29,7 +29,7 @@ def model(
     tiny_model: Callable[..., PreTrainedModel],
     demo_tokenizer: PreTrainedTokenizerBase,
 ) -> Path:
-    """A tiny checkpoint with a tokenizer, and beside it a text; no test may change any of it."""
+    """A tiny checkpoint with a tokenizer, and a text next to it; no test may change any of it."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model("llama", vocab_size=2048, num_attention_heads=8, num_key_value_heads=8).save_pretrained(folder)
     demo_tokenizer.save_pretrained(folder)
@@ -94,8 +94,8 @@ def test_convert_and_export_refuse_before_any_weight_is_read(
             ]
             for call in calls:
                 assert call(*overwrite) == 2, out
-                told = capfd.readouterr().err
-                assert "headfold: out: " in told and "Traceback" not in told, told
+                output = capfd.readouterr().err
+                assert "headfold: out: " in output and "Traceback" not in output, output
     for out in ("file", "link", "thesis", model):
         assert converting("0.5", "--layerwise", "--out", out, "--overwrite") == 2
         assert "headfold: out: " in capfd.readouterr().err
@@ -105,34 +105,34 @@ def test_convert_and_export_refuse_before_any_weight_is_read(
         assert converting("0.5", "--json", file) == 2
         assert run_here("evaluate", model, "--json", file) == 2
         assert run_here("inspect", model, "--out", file) == 2
-        told = capfd.readouterr().err
-        assert told.count("headfold: json: ") == 2 and told.count("headfold: out: ") == 1, told
+        output = capfd.readouterr().err
+        assert output.count("headfold: json: ") == 2 and output.count("headfold: out: ") == 1, output
     assert converting("0.5", "--out", "new", "--json", "new/result.json") == 2
     assert "in each other's way" in capfd.readouterr().err
     assert snapshot(place) == before
 
 
 @pytest.mark.heavy
-def test_convert_replaces_its_own_result_only_if_asked_to(
+def test_convert_replaces_its_own_result_only_on_request(
     converting: Command, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--out", place / "deep" / "half", "--json", place / "half.json"]
     assert converting("0.5", *options) == 0
     assert "will be saved" not in capfd.readouterr().err
-    kept = snapshot(place)
+    stored = snapshot(place)
     assert converting("0.25", *options) == 2
     assert "add --overwrite" in capfd.readouterr().err
-    assert snapshot(place) == kept
+    assert snapshot(place) == stored
     assert converting("0.25", *options, "--overwrite") == 0
     assert json.loads((place / "half.json").read_text())["kv_ratio"] == 0.25
     assert checkpoint.note_of(place / "deep" / "half")["plan_digest"] != ""
     assert checkpoint.intact(place / "deep" / "half")
     assert sorted(p.name for p in place.iterdir()) == ["deep", "half.json"]
     (place / "deep" / "half" / "notes.txt").write_text("mine")
-    kept = snapshot(place)
+    stored = snapshot(place)
     assert converting("0.5", *options, "--overwrite") == 2
     assert "notes.txt" in capfd.readouterr().err
-    assert snapshot(place) == kept
+    assert snapshot(place) == stored
     for out in ("stock", "stock"):
         code = run_here("export", place / "deep" / "half", "--target", "gqa", "--out", out, "--overwrite")
         assert code == 0
@@ -179,9 +179,9 @@ def test_convert_without_out_says_so_before_the_work(
 
     monkeypatch.setattr(checkpoints, "load_model", stop)
     assert converting("0.5") == 130
-    told = capfd.readouterr().err
-    assert "the converted model is measured and not saved" in told
-    assert told.endswith("headfold: interrupted; nothing was written\n")
+    output = capfd.readouterr().err
+    assert "the converted model is measured and not saved" in output
+    assert output.endswith("headfold: interrupted; nothing was written\n")
     assert list(place.iterdir()) == []
 
 
@@ -237,13 +237,13 @@ def test_layer_by_layer_only_finished_layers_are_left(
     assert list(place.iterdir()) == []
     broken = 1
     assert converting("0.5", *options) == code
-    told = capfd.readouterr().err
-    assert "1 finished layer(s) are kept in" in told and "the same command continues" in told
-    left = snapshot(place)
+    output = capfd.readouterr().err
+    assert "1 finished layer(s) are kept in" in output and "the same command continues" in output
+    after = snapshot(place)
     broken = 2
     assert converting("0.25", *options) == 2
     assert "finished layers of another conversion" in capfd.readouterr().err
-    assert snapshot(place) == left
+    assert snapshot(place) == after
     assert converting("0.5", *options) == 0
     assert "going on after layer 1" in capfd.readouterr().err
     assert [p.name for p in (place / "deep").iterdir()] == ["out"]
@@ -255,22 +255,22 @@ def test_layer_by_layer_nothing_of_others_is_taken_for_an_earlier_run(
 ) -> None:
     (place / ".new.layerwise").mkdir()
     (place / ".new.layerwise" / "mine.txt").write_text("mine")
-    left = snapshot(place)
+    after = snapshot(place)
     assert converting("0.5", "--layerwise", "--out", "new", "--overwrite") == 2
     assert "mine.txt' is in the way" in capfd.readouterr().err
-    assert snapshot(place) == left
+    assert snapshot(place) == after
 
 
 def test_a_training_from_scratch_touches_no_folder_of_others(model: Path, place: Path) -> None:
-    asked: dict[str, Any] = {"steps": 2, "learning_rate": 1e-3, "sequence_length": 48, "device": "cpu"}
+    requested: dict[str, Any] = {"steps": 2, "learning_rate": 1e-3, "sequence_length": 48, "device": "cpu"}
     for taken in ("out", "out.training"):
         (place / taken).mkdir()
         (place / taken / "mine.txt").write_text("mine")
         before = snapshot(place)
         for overwrite in (False, True):
             with pytest.raises(ValueError, match=r"did not write its 'mine\.txt'"):
-                train_from_scratch(model, place / "out", overwrite=overwrite, **asked)
+                train_from_scratch(model, place / "out", overwrite=overwrite, **requested)
         assert snapshot(place) == before
         (place / taken / "mine.txt").unlink()
     with pytest.raises(ValueError, match="what is read"):
-        train_from_scratch(model, model, overwrite=True, **asked)
+        train_from_scratch(model, model, overwrite=True, **requested)

@@ -132,7 +132,7 @@ LATER = {
 COVERED = {  # by tests that need workers or a store, elsewhere
     14: (
         ("tests/trainers/test_resharding.py", "def test_"),
-        ("tests/orchestrator/tracking/test_sync.py", "def test_a_trial_that_goes_on_is_taken_up_in_its_run"),
+        ("tests/orchestrator/tracking/test_sync.py", "def test_a_trial_that_resumes_is_taken_up_in_its_run"),
         ("tests/orchestrator/tracking/test_tracking.py", "def test_an_interrupted_search_is_taken_up_in_the_same_runs"),
     ),
 }
@@ -175,7 +175,7 @@ TESTED: set[int] = set()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where commands run, with a text."""
+    """Folder of the commands, with a text."""
     lines = [f"Paragraph {n}: heads that are alike may share what they keep, {n * n} times." for n in range(300)]
     (tmp_path / "notes.txt").write_text("\n\n".join(lines))
     return tmp_path
@@ -327,7 +327,7 @@ def test_a_missing_output_matrix_is_named(number: int, folder: Path, tiny_model:
 
 
 @of_report(9)
-def test_a_missing_output_matrix_is_told_with_the_key_that_ties_it(number: int, folder: Path, tiny_model: Tiny) -> None:
+def test_a_missing_output_matrix_is_refused_with_the_tying_key(number: int, folder: Path, tiny_model: Tiny) -> None:
     without_output_matrix(tiny_model, folder)
     assert "tie_word_embeddings" in convert(folder, "--kv-ratio", "0.5").err
 
@@ -408,7 +408,7 @@ def test_scales_of_a_quantised_cache_are_named_and_not_carried_over(
     edit_weights(model / "model.safetensors", lambda tensors: tensors.update(scales))
     ran = convert(folder, "--kv-ratio", "0.5", "--out", "half")
     assert ran.code == 0, ran.err
-    assert "not used: model.layers.0.self_attn.k_scale" in caplog.text  # in a process of its own: on stderr
+    assert "not used: model.layers.0.self_attn.k_scale" in caplog.text  # on stderr in a separate process
     assert not [name for name in load_file(folder / "half" / "model.safetensors") if name.endswith("_scale")]
 
 
@@ -430,8 +430,8 @@ def test_the_scheme_of_a_quantised_cache_is_left_out_with_a_message(
     assert (ran.code, "--dequantize" in ran.err) == (2, True)
     ran = convert(folder, "--kv-ratio", "0.5", "--out", "half", "--dequantize")
     assert ran.code == 0, ran.err
-    said = ran.out + ran.err
-    assert "4 scales of activations and caches are left out" in said and "its kv_cache_scheme is left out" in said
+    output = ran.out + ran.err
+    assert "4 scales of activations and caches are left out" in output and "its kv_cache_scheme is left out" in output
     assert "quantization_config" not in json.loads((folder / "half" / "config.json").read_text())
     assert not [name for name in load_file(folder / "half" / "model.safetensors") if name.endswith("_scale")]
 

@@ -43,7 +43,7 @@ STALL_SECONDS = 5.0
 def config_of(folder: Path, **sections: Mapping[str, Any]) -> SearchConfig:
     """A search whose trial has one worker with one GPU."""
     train = {"batch_size": 4, "micro_batch_size": 1, "cpus_per_worker": 0.5, "gpus_per_worker": 1, "device": "cpu"}
-    given = {
+    settings = {
         "name": "exact",
         "model": {"path": str(MODEL)},
         "data": {"sequence_length": 64, **TEXTS},
@@ -53,7 +53,7 @@ def config_of(folder: Path, **sections: Mapping[str, Any]) -> SearchConfig:
         "resources": {"trial_gpus": 1, "trial_cpus": 0.5},
         "storage": str(folder),
     }
-    return parse_config({**given, **sections, "train": train | dict(sections.get("train", {}))})
+    return parse_config({**settings, **sections, "train": train | dict(sections.get("train", {}))})
 
 
 def needs_one_more(options: Mapping[str, Any]) -> float:
@@ -97,8 +97,8 @@ class FanOuts:
 
     def calibration(self) -> list[str]:
         """The digests of the statistics of all layers."""
-        made = Calibration.load(self.cache / f"calibration-{self.original['digests']['calibration']}")
-        assert all(bool(layer.mixed_moments.isfinite().all()) for layer in made.layers)
+        created = Calibration.load(self.cache / f"calibration-{self.original['digests']['calibration']}")
+        assert all(bool(layer.mixed_moments.isfinite().all()) for layer in created.layers)
         files = sorted(self.cache.glob("calibration-*/*.safetensors"))
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
@@ -152,17 +152,17 @@ class FanOuts:
 def main(folder: Path, gpus: int, names: list[str]) -> dict[str, Any]:
     calibration.SHARED_BYTES = 0
     port = free_port()
-    # Ray Train removes placement groups of stopped trials through it, and it tells the names of tasks
+    # Ray Train removes placement groups of stopped trials through it, and it reports the names of tasks
     dashboard = not {"search", "stalled"}.isdisjoint(names)
-    given: dict[str, Any] = {"include_dashboard": False}
+    settings: dict[str, Any] = {"include_dashboard": False}
     if dashboard:
-        given = {"include_dashboard": True, "dashboard_port": port}
+        settings = {"include_dashboard": True, "dashboard_port": port}
         environment = {DASHBOARD: f"http://127.0.0.1:{port}", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-        given["runtime_env"] = {"env_vars": environment}
-        os.environ |= environment  # else Ray asks whatever other Ray is on this machine
-    ray.init(address="local", num_cpus=gpus, num_gpus=gpus, logging_level="ERROR", log_to_driver=False, **given)
-    made = FanOuts(folder)
-    return {name: getattr(made, name)() for name in names}
+        settings["runtime_env"] = {"env_vars": environment}
+        os.environ |= environment  # otherwise Ray connects to another Ray on this machine
+    ray.init(address="local", num_cpus=gpus, num_gpus=gpus, logging_level="ERROR", log_to_driver=False, **settings)
+    created = FanOuts(folder)
+    return {name: getattr(created, name)() for name in names}
 
 
 if __name__ == "__main__":

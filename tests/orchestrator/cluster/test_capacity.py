@@ -50,7 +50,7 @@ def one(**resources: float) -> list[Nodes]:
         # Twice 1.5 CPUs are there in all, but no node has a second time as much
         ([Nodes(2, {"CPU": 2.0})], Demand(0.05, 0, 1, 1.5, 0), "auto", 2),
         ([Nodes(3, {"CPU": 1.0})], Demand(0.05, 0, 1, 0.6, 0), "auto", 3),
-        # Workers that no node can hold together lie on several
+        # Workers that no single node has room for are placed on several
         ([Nodes(2, {"CPU": 2.0})], Demand(0.05, 0, 3, 1, 0), "auto", 1),
         # Two of three nodes hold eight GPUs
         (CLOUD, LARGE, "auto", 2),
@@ -65,7 +65,7 @@ def test_as_many_trials_run_as_fit_node_by_node(nodes: list[Nodes], demand: Dema
 
 
 @pytest.mark.parametrize(
-    ("nodes", "demand", "said"),
+    ("nodes", "demand", "message"),
     [
         (one(CPU=2), Demand(0.05, 0, 4, 1, 0), ["train.num_workers", "4 worker(s)", "4.05 CPU", "has 2"]),
         (one(CPU=64), Demand(1, 0, 8, 1, 1), ["train.num_workers", "8 GPU", "has 0", "add nodes"]),
@@ -86,11 +86,11 @@ def test_as_many_trials_run_as_fit_node_by_node(nodes: list[Nodes], demand: Dema
     ],
 )
 def test_a_trial_that_can_never_start_is_refused_with_what_there_is(
-    nodes: list[Nodes], demand: Demand, said: list[str]
+    nodes: list[Nodes], demand: Demand, message: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         concurrency(nodes, demand)
-    for word in said:
+    for word in message:
         assert word in str(caught.value)
 
 
@@ -132,8 +132,8 @@ def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkey
     for nodes["CPU"] in (2.0, 8.0, 8.0, 1.0, 0.5, 3.0):
         seen.append(trials.trials())
     assert seen == [2, 8, 8, 1, 1, 3]
-    told = capsys.readouterr().out.splitlines()
-    assert [line.partition("room for ")[2] for line in told] == [
+    output = capsys.readouterr().out.splitlines()
+    assert [line.partition("room for ")[2] for line in output] == [
         "8 trial(s) at a time",
         "1 trial(s) at a time",
         "0 trial(s) at a time; the search waits for nodes",
@@ -145,7 +145,7 @@ def test_the_room_follows_the_cluster(capsys: pytest.CaptureFixture[str], monkey
     rested = ConcurrencyLimit(Demand(0.05, 0, 1, 0.95, 0))
     assert rested.trials() == 64
     nodes["CPU"] = 2.0
-    assert rested.trials() == 64  # not asked for every trial
+    assert rested.trials() == 64  # not queried for every trial
 
 
 def node(resources: dict[str, float], name: str | None) -> dict[str, Any]:
@@ -161,7 +161,7 @@ HEAD_NODE = node({"CPU": 8.0, "node:__internal_head__": 1.0}, "head")
 @pytest.mark.parametrize(
     ("written", "up", "name", "full"),
     [
-        # The node has Ray's own accelerator_type besides that of its type
+        # The node has Ray's own accelerator_type in addition to that of its type
         pytest.param({"CPU": 96.0, "GPU": 8.0, "accelerator_type:A100-80G": 1.0}, LARGER, "p4de", 16, id="type"),
         pytest.param({"CPU": 96.0, "GPU": 8.0, "accelerator_type:A100-80G": 1.0}, LARGER, None, 16, id="no-name"),
         # A container of the node has fewer CPUs than the machine that its type describes
@@ -181,7 +181,7 @@ def test_no_node_counts_twice(
     count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a type of two nodes, of which `count` are up, there are two; what is of no type comes on top."""
+    """Of a type of two nodes, of which `count` are up, there are two; nodes of no type are added to these."""
     monkeypatch.setattr(capacity.ray, "nodes", lambda: [HEAD_NODE, *[node(up, name)] * count])
     monkeypatch.setattr(capacity, "node_types", lambda: {"p4de": (2, written)})
     gpus = capacity.total(cluster_nodes(), "GPU")
@@ -200,13 +200,13 @@ def test_more_nodes_than_the_most_are_counted_as_they_are(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("nodes", "demand", "training", "planning", "fits"),
     [
-        # One machine of eight: beside a trial that plans there is room to plan, beside one that trains there is none
+        # One machine of eight: next to a trial that plans there is room to plan, next to one that trains there is none
         (one(CPU=96, GPU=8), LARGE, 0, 2, True),
         (one(CPU=96, GPU=8), LARGE, 1, 1, False),
         (one(CPU=96, GPU=8), LARGE, 0, 9, False),
         (one(CPU=96, GPU=8), replace(LARGE, workers=6), 1, 2, True),
         (one(CPU=96, GPU=8), replace(LARGE, workers=6), 1, 3, False),
-        # Planning on cheaper nodes goes on while workers train
+        # Planning on cheaper nodes continues while workers train
         ([Nodes(1, A10G), Nodes(1, A100)], replace(LARGE, task_type="A10G"), 1, 4, True),
         ([Nodes(1, A10G), Nodes(1, A100)], replace(LARGE, task_type="A10G"), 1, 5, False),
         ([Nodes(1, A10G)], replace(LARGE, accelerator_type="A100", task_type="A10G"), 1, 1, False),

@@ -18,7 +18,7 @@ REPOSITORY = SCRIPT.parents[3]
 
 
 def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 400) -> tuple[dict[str, Any], str]:
-    """What the fan-outs come to, and all that is printed. One that waits for ever is a failure."""
+    """The results of the fan-outs, and their output. One that waits for ever is a failure."""
     command = [sys.executable, str(SCRIPT), str(folder), str(gpus), *fan_outs]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     environment.pop("RAY_ADDRESS", None)
@@ -30,11 +30,11 @@ def run(folder: Path, gpus: int, *fan_outs: str, seconds: float = 400) -> tuple[
 
 
 @pytest.mark.extended
-def test_a_large_calibration_needs_no_gpu_beside_those_of_its_workers(tmp_path: Path) -> None:
-    """It used to be shared by as many tasks as there are GPUs, one of which its own parent held."""
-    told, printed = run(tmp_path, 2, "calibration")
+def test_a_large_calibration_needs_no_gpu_besides_those_of_its_workers(tmp_path: Path) -> None:
+    """It used to be shared by as many tasks as there are GPUs, one of which its own parent had reserved."""
+    report, printed = run(tmp_path, 2, "calibration")
     assert "up to 2 workers share 32 sequences" in printed
-    assert len(told["calibration"]) == 4 == len(set(told["calibration"]))
+    assert len(report["calibration"]) == 4 == len(set(report["calibration"]))
 
 
 @pytest.mark.extended
@@ -46,16 +46,16 @@ def test_a_calibration_has_the_same_bits_on_any_number_of_gpus(tmp_path: Path) -
 @pytest.mark.extended
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_every_fan_out_before_the_trials_ends(gpus: int, tmp_path: Path) -> None:
-    told, _ = run(tmp_path, gpus, "calibration", "increases", "search_phases", "similarities", seconds=900)
-    assert len(told["calibration"]) == 4
-    assert told["increases"] == 4
-    assert (told["search_phases"], told["similarities"]) == (3, 8)
+    report, _ = run(tmp_path, gpus, "calibration", "increases", "search_phases", "similarities", seconds=900)
+    assert len(report["calibration"]) == 4
+    assert report["increases"] == 4
+    assert (report["search_phases"], report["similarities"]) == (3, 8)
 
 
 @pytest.mark.extended
-def test_what_can_never_go_on_ends_and_says_what_waits_for_what(tmp_path: Path) -> None:
-    told, _ = run(tmp_path, 1, "stalled")
-    reason = told["stalled"]
+def test_what_can_never_continue_ends_and_says_what_waits_for_what(tmp_path: Path) -> None:
+    report, _ = run(tmp_path, 1, "stalled")
+    reason = report["stalled"]
     assert re.match(r"no progress for \d+ s, nothing else uses", reason), reason
     assert "nothing else uses the cluster, and no node can be added: 1 x 1 GPU + 0.5 CPU requested" in reason
     assert "requested by 1 x 'another one' (1 GPU + 0.5 CPU); 0 of 1 CPU and 1 of 1 GPU in use by" in reason
@@ -67,8 +67,8 @@ def test_what_can_never_go_on_ends_and_says_what_waits_for_what(tmp_path: Path) 
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_a_search_ends_on_the_gpus_of_one_trial(gpus: int, tmp_path: Path) -> None:
     """Calibration, planning, trainings, promotion, gate and evaluation, on the GPUs of one trial and of two."""
-    told, printed = run(tmp_path, gpus, "search", seconds=1400)
+    report, printed = run(tmp_path, gpus, "search", seconds=1400)
     assert f"up to {gpus} workers share 32 sequences" in printed
-    assert told["search"]["trials"] == ["done"] * 4
-    assert told["search"]["promoted"] == ["promoted"]
-    assert told["search"]["calibrated"]
+    assert report["search"]["trials"] == ["done"] * 4
+    assert report["search"]["promoted"] == ["promoted"]
+    assert report["search"]["calibrated"]

@@ -1,5 +1,5 @@
-"""Nodes that a search needs again: what is requested of Ray's autoscaler, and until when. The autoscaler itself is left
-out: that this cluster has node types is a fake."""
+"""Nodes that a search needs again: what is requested of Ray's autoscaler, and until when. The autoscaler itself is not
+started: that this cluster has node types is a fake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reservation(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def requested() -> list[dict[str, float]]:
-    """What any search's request to the autoscaler is now."""
+    """The current request of all searches to the autoscaler."""
     if is_autoscaler_v2():
         demands: Any = cluster_status().resource_demands.cluster_constraint_demand
         return [dict(some.bundle) for d in demands for some in d.bundles_by_count for _ in range(some.count)]

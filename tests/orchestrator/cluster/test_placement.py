@@ -1,5 +1,5 @@
-"""Where processes land on a cluster of two kinds of nodes, and that a training waits for one that comes late. The GPUs
-of the nodes are fake: numbers that Ray counts, with nothing behind them."""
+"""Placement of processes on a cluster of two kinds of nodes, and that a training waits for a node that is late. The
+GPUs of the nodes are fake: numbers that Ray counts, without devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tasks_ask_for_what_the_configuration_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "message"),
     [
         ({"train": {"gpus_per_worker": 0.5, "num_workers": 2}}, ["whole number", "0.5", "NCCL", "num_workers=1"]),
         ({"train": {"gpus_per_worker": 1.5}}, ["whole number", "1.5"]),
@@ -53,10 +53,10 @@ def test_tasks_ask_for_what_the_configuration_says() -> None:
         ),
     ],
 )
-def test_what_can_never_be_placed_is_refused(sections: dict[str, Any], said: list[str]) -> None:
+def test_what_can_never_be_placed_is_refused(sections: dict[str, Any], message: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**sections)
-    for word in said:
+    for word in message:
         assert word in str(caught.value)
 
 
@@ -66,8 +66,8 @@ def test_one_worker_may_share_a_gpu() -> None:
 
 @pytest.fixture(scope="module")
 def happened(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `two_kinds.py` tells: Ray Train may wait START_SECONDS for nodes at a time; the node comes LATE_SECONDS
-    after the training has asked for it."""
+    """The report of `two_kinds.py`: Ray Train may wait START_SECONDS for nodes at a time; the node comes LATE_SECONDS
+    after the training has requested it."""
     folder = tmp_path_factory.mktemp("late")
     sequences = torch.randint(0, 64, (20, 16), generator=torch.Generator().manual_seed(0))
     settings = TrainSettings(cpus_per_worker=0.4, num_workers=2)
@@ -82,13 +82,13 @@ def happened(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     }
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(SCRIPT), str(folder / "job.json"), str(folder)]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
-    assert told.returncode == 0, told.stderr[-4000:]
-    return last_json(told.stdout)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return last_json(process.stdout)
 
 
 @pytest.mark.extended
-def test_every_process_lands_on_the_kind_of_node_that_it_asked_for(happened: dict[str, Any]) -> None:
+def test_every_process_lands_on_the_requested_kind_of_node(happened: dict[str, Any]) -> None:
     assert happened["planned_on"] == "A10G"
     assert happened["trained_on"] == ["A100", "A100"]
     assert happened["workers_lie_on"] == ["A100"] * 8

@@ -23,7 +23,7 @@ from orchestrator.storage.paths import SearchFolder
         (False, 0, 1, False),
     ],
 )
-def test_workers_of_large_models_on_gpus_are_kept_only_if_asked_for(
+def test_workers_of_large_models_on_gpus_are_kept_only_if_requested(
     reuse: str | bool, gpus: int, parameters: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_client, "open_pool", lambda storage_path, **seconds: nullcontext("pool"))

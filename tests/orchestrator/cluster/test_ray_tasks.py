@@ -1,4 +1,4 @@
-"""Progress of a Ray task, shown by whoever waits for it."""
+"""Progress of a Ray task, shown by the process that waits for it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_the_stage_of_a_task_is_shown_where_it_is_waited_for(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def work(seconds: float) -> str:
-        with stage("calibrating", 4, "layers") as told:
-            told.step()
+        with stage("calibrating", 4, "layers") as counter:
+            counter.step()
             time.sleep(seconds)
         return "done"
 
@@ -51,8 +51,8 @@ def test_calls_that_each_need_all_that_there_is_follow_one_another(
 ) -> None:
     everything = {"num_cpus": ray.cluster_resources()["CPU"], "num_gpus": 0}
     with progress.show_progress("search"):
-        found = dict(each_on_cluster(everything, "gates", lambda number: 10 * number, [(n,) for n in range(3)]))
-    assert found == {0: 0, 1: 10, 2: 20}
+        result = dict(each_on_cluster(everything, "gates", lambda number: 10 * number, [(n,) for n in range(3)]))
+    assert result == {0: 0, 1: 10, 2: 20}
 
 
 def test_as_many_calls_run_at_a_time_as_are_allowed_and_a_mistake_ends_the_others(

@@ -1,4 +1,4 @@
-"""When a search counts as stalled. What Ray tells is made up here: no machine has an autoscaler or other jobs."""
+"""When a search counts as stalled. Ray's reports are made up here: no machine has an autoscaler or other jobs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Status:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What `StallWatch` sees; everything in it can be changed."""
+    """The inputs of `StallWatch`; everything in it can be changed."""
     seen = SimpleNamespace(
         status=Status(), lines=["planning: 3 of 9 layers, 1:05 left"], jobs=False, addable=[], log=None
     )
@@ -133,7 +133,7 @@ def test_a_stall_ends_the_body_as_an_interruption_does(orderly: bool, monkeypatc
 
 @pytest.fixture
 def capacity(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What `CapacityWatch` sees of a cluster whose one node has no GPU."""
+    """The inputs of `CapacityWatch` on a cluster whose one node has no GPU."""
     seen = SimpleNamespace(status=Status(), nodes=[Nodes(1, {"CPU": 8.0})], clock=0.0)
     monkeypatch.setattr(pending_resources, "cluster_status", lambda: seen.status)
     monkeypatch.setattr(pending_resources, "pending_bundles", lambda status: status.pending)
@@ -161,7 +161,7 @@ def test_nodes_that_do_not_come_end_the_search_with_what_was_requested(capacity:
 
 def test_a_wait_for_gpus_in_use_or_of_another_job_is_not_one_for_nodes(capacity: Any) -> None:
     watching = CapacityWatch([two_workers()], 60)
-    capacity.nodes = [Nodes(2, GPU)]  # whatever uses them
+    capacity.nodes = [Nodes(2, GPU)]  # even if they are in use
     assert watching.reason() is None
     capacity.clock = 100.0
     assert watching.reason() is None

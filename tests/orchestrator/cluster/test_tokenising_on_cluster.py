@@ -92,19 +92,19 @@ def test_twenty_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: An
         time.sleep(0.05)
     first.kill()
     first.wait()
-    left = sorted(folder.glob("0*.safetensors"))
-    assert 5 <= len(left) < 10 and not is_complete(folder)
-    stamps = [file.stat().st_mtime_ns for file in left]
+    remaining = sorted(folder.glob("0*.safetensors"))
+    assert 5 <= len(remaining) < 10 and not is_complete(folder)
+    stamps = [file.stat().st_mtime_ns for file in remaining]
 
     large = result(process("make", str(source), MANY, str(cache)))
-    assert [file.stat().st_mtime_ns for file in left] == stamps
+    assert [file.stat().st_mtime_ns for file in remaining] == stamps
     assert large["digest"] == read_sequences(alone).digest
     began = time.perf_counter()
     assert token_set(cut, demo_tokenizer, cache) == folder
     assert time.perf_counter() - began < 1
 
     small = result(process("make", str(source), FEW, str(cache)))
-    read = [result(process("stream", made["folder"])) for made in (small, large)]
+    read = [result(process("stream", created["folder"])) for created in (small, large)]
     peaks = {"reads and writes": (small["own"], large["own"]), "tokenises": (small["others"], large["others"])}
     peaks["streams"] = (read[0]["own"], read[1]["own"])
     for what, (few, many) in peaks.items():

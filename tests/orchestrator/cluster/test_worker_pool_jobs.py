@@ -69,9 +69,9 @@ def state(pool: str) -> dict[str, Any]:
 
 def wait_until(what: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := what()) and time.monotonic() < deadline:
+    while not (result := what()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return result
 
 
 def actors(*names: str) -> dict[str, list[int]]:
@@ -83,43 +83,43 @@ def actors(*names: str) -> dict[str, list[int]]:
 
 
 def test_who_only_hands_jobs_on_loads_no_library_of_models() -> None:
-    """The pool and Ray Train's controllers: a second process of 600 MB beside each worker otherwise."""
+    """The pool and Ray Train's controllers: otherwise a second process of 600 MB for each worker."""
     heavy = "{'transformers', 'deepspeed', 'mlflow', 'optuna'}"
     code = f"import sys, orchestrator.cluster.worker_pool; print(*{heavy} & set(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert told.stdout == "\n"
+    process = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert process.stdout == "\n"
 
 
 def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
-    told: dict[str, list[int]] = {}
+    message: dict[str, list[int]] = {}
     for name in ("first", "second", "third"):
-        steps = told.setdefault(name, [])
+        steps = message.setdefault(name, [])
         outcome = train_on_pool(pool, other(job, name), lambda report, steps=steps: steps.append(report["step"]))
         assert {key: outcome[key] for key in SAME} == {key: whole[key] for key in SAME}
         assert Path(outcome["checkpoint_path"], "layout.json").is_file()
-    assert set(map(tuple, told.values())) == {(2, 4, 6)}
+    assert set(map(tuple, message.values())) == {(2, 4, 6)}
     (group,) = state(pool)["groups"].values()
     assert group == {"shape": Shape(1, 0.4, 0.0), "jobs": 3, "busy": False}
-    assert {name: len(found) for name, found in actors("RayTrainWorker", "TrainController").items()} == {
+    assert {name: len(result) for name, result in actors("RayTrainWorker", "TrainController").items()} == {
         "RayTrainWorker": 1,
         "TrainController": 1,
     }
 
 
-def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
+def test_a_job_ends_where_its_holder_leaves_it_and_resumes_later(
     pool: str, job: TrainJob, whole: dict[str, Any]
 ) -> None:
-    mine, (worker,) = other(job, "left"), actors("RayTrainWorker")["RayTrainWorker"]
+    ours, (worker,) = other(job, "left"), actors("RayTrainWorker")["RayTrainWorker"]
 
     def leave(report: dict[str, Any]) -> None:
         if report["step"] == 4:
             raise SystemExit(0)  # as Tune stops a trial
 
     with pytest.raises(SystemExit):
-        train_on_pool(pool, mine, leave)
-    assert not Path(mine.out_dir).exists()
+        train_on_pool(pool, ours, leave)
+    assert not Path(ours.out_dir).exists()
     steps: list[int] = []
-    outcome = train_on_pool(pool, mine, lambda report: steps.append(report["step"]))
+    outcome = train_on_pool(pool, ours, lambda report: steps.append(report["step"]))
     assert steps == [2, 4, 6]  # earlier reports come again
     assert {key: outcome[key] for key in SAME} == {key: whole[key] for key in SAME}
     assert actors("RayTrainWorker")["RayTrainWorker"] == [worker], "the same processes went on"
@@ -127,7 +127,7 @@ def test_a_job_ends_where_its_holder_leaves_it_and_goes_on_later(
 
 
 @pytest.mark.extended
-def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
+def test_a_job_that_fails_reports_why_and_the_next_one_runs(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     broken = other(job, "broken", model_dir=str(Path(job.model_dir).parent / "gone"))
     with pytest.raises(GroupError, match="gone"):
         train_on_pool(pool, broken, print)
@@ -135,7 +135,7 @@ def test_a_job_that_fails_tells_why_and_the_next_one_runs(pool: str, job: TrainJ
     assert outcome["weights_digest"] == whole["weights_digest"]
 
 
-def test_a_killed_worker_is_replaced_and_its_job_goes_on(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
+def test_a_killed_worker_is_replaced_and_its_job_resumes(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     again = other(job, "killed", max_failures=1)
     (before,) = actors("RayTrainWorker")["RayTrainWorker"]
     steps: list[int] = []
@@ -188,17 +188,17 @@ def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole
     metrics = train_on_pool(pool, relaxed, lambda r: None)
     assert metrics["relaxation_steps"] == 4
     assert checkpoint.plan_of(checkpoint.load(relaxed.out_dir)) == HALVED
-    told: list[int] = []
+    report: list[int] = []
     alone = other(job, "alone", settings=two, model_dir=str(job.teacher_dir), relaxation=spec, milestones=(0,))
-    assert train_on_pool(pool, alone, lambda r: told.append(r["step"]))["relaxation_steps"] == 4
-    assert told == [0]  # no recovery: what the relaxation came to is the one report
+    assert train_on_pool(pool, alone, lambda r: report.append(r["step"]))["relaxation_steps"] == 4
+    assert report == [0]  # no recovery: the result of the relaxation is the one report
     (group,) = state(pool)["groups"].values()
     assert group == {"shape": Shape(2, 0.9, 0.0), "jobs": 7, "busy": False}
 
 
 @pytest.mark.extended
 def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_path: Path) -> None:
-    """What is left of the cluster after nodes have gone: 2 CPUs, of which holders have 1.5. They do not wait for ever.
+    """The rest of the cluster after nodes have gone: 2 CPUs, of which other actors have 1.5. They do not wait for ever.
 
     And with the pool everything ends, but what Ray holds reserved for a group that was still starting: that goes with
     the driver (test_chaos.py).
@@ -223,10 +223,10 @@ def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_p
                 train_on_pool(own, other(crowded, "never"), print)
             ended.set()
 
-        held = threading.Thread(target=hold)
-        held.start()
+        cached = threading.Thread(target=hold)
+        cached.start()
         assert wait_until(lambda: state(own)["leases"])
-    held.join(60)
+    cached.join(60)
     assert ended.is_set(), "a holder that waits is told"
     with pytest.raises(PoolGone, match="is gone"):
         train_on_pool(own, other(crowded, "late"), print)
@@ -235,7 +235,7 @@ def test_a_crowded_cluster_and_the_end_of_a_pool(job: TrainJob, pool: str, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_holder_whose_lease_was_taken_away_is_told_why(tmp_path: Path) -> None:
+def test_a_holder_whose_lease_was_taken_away_gets_the_reason(tmp_path: Path) -> None:
     """Its heartbeat may come too late on a machine that is overloaded."""
     event = asyncio.run(Pool("pool", str(tmp_path), lost_seconds=60.0).wait(7, 0.1))
     assert event is not None and event.error is not None

@@ -1,4 +1,4 @@
-"""A cluster of its own, on one machine: a head and nodes with fake GPUs of two kinds, of which one comes late.
+"""A separate cluster on one machine: a head and nodes with fake GPUs of two kinds, of which one comes late.
 
 The GPUs are numbers that Ray counts; nothing runs on them. `python two_kinds.py JOB.json FOLDER` prints what happened
 as one JSON object.
@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 from local_cluster import local_cluster
-from ray._private.state import actors  # Ray's public list asks the dashboard
+from ray._private.state import actors  # Ray's public list requires the dashboard
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from orchestrator.cluster.capacity import cluster_nodes, concurrency, resolve_strategy
@@ -45,9 +45,9 @@ CONFIG = SearchConfig.model_validate(
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
+    while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return result
 
 
 def kind_of(node_id: str) -> str:
@@ -84,7 +84,7 @@ def orphan(folder: Path) -> bool:
 
 
 def lie(demand: Demand) -> list[str]:
-    """The kinds of nodes on which a trial's workers lie."""
+    """The kinds of nodes that run a trial's workers."""
     shape = resolve_strategy(demand.shape, cluster_nodes())
     group = placement_group([ProcessResources.of_worker(shape).bundle] * shape.workers, strategy=shape.strategy)
     assert group.wait(30)
@@ -100,7 +100,7 @@ def workers_on() -> list[str]:
 
 
 def main(job: TrainJob, folder: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # paths of sockets are limited
         head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": short}
         cluster: Any = local_cluster(head)
         try:
@@ -121,9 +121,9 @@ def told(cluster: Any, job: TrainJob, folder: Path) -> dict[str, Any]:
     out["planned_on"] = run_task(task_options(CONFIG), here)
     out["on_head"] = [on_head(), run_task(task_options(CONFIG), on_head)]
     out["orphan"] = orphan(folder)
-    wanted = placement_group([demand.worker.bundle] * 8, strategy="STRICT_PACK")
+    expected = placement_group([demand.worker.bundle] * 8, strategy="STRICT_PACK")
     out["waits_for"] = until(lambda: describe_pending(demand))
-    remove_placement_group(wanted)
+    remove_placement_group(expected)
     out["waits_no_more"] = until(lambda: describe_pending(demand) is None)
     with open_pool(str(folder)) as pool:
         trained: dict[str, Any] = {}

@@ -105,7 +105,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_dir: Path) -> 
 
 
 def refused(bad: Bad, check: Any) -> bool:
-    """Whether a record is refused; fails if it is in another way than with a short message that names the place."""
+    """Whether a record is refused; fails unless the message is short and names the place."""
     value = repr(at(bad.record, bad.place))[:200] if _there(bad) else "(taken away)"
     try:
         check(bad.record)
@@ -123,7 +123,7 @@ def refused(bad: Bad, check: Any) -> bool:
 
 
 def _named(bad: Bad) -> list[str]:
-    """What a message must tell of the place: section and key; of an arm the arm, since its axes follow."""
+    """The place that a message must name: section and key; of an arm the arm, since its axes follow."""
     if bad.place[:2] == ("search", "recipes") and len(bad.place) == 4 and bad.place[-1] in ("changes", "params"):
         return ["search.recipes"]
     key = next(key for key in reversed(bad.place) if not isinstance(key, int))
@@ -138,11 +138,11 @@ def _there(bad: Bad) -> bool:
     return True
 
 
-def run_configs(wanted: int, seed: int, checked: Any, demo_dir: Path, tmp_path: Path) -> None:
-    count, limit = 0, 2 * wanted
+def run_configs(expected: int, seed: int, checked: Any, demo_dir: Path, tmp_path: Path) -> None:
+    count, limit = 0, 2 * expected
     for number, bad in enumerate(bad_configs(sound(demo_dir, tmp_path / "runs"), REQUIRED, seed)):
         count += refused(bad, lambda record: checked(parse_config(record)))
-        if count == wanted:
+        if count == expected:
             return
         assert number < limit, f"only {count} of {number} were refused: what makes them makes too few bad ones"
 
@@ -163,17 +163,17 @@ def test_a_thousand_bad_plans_are_refused_by_name() -> None:
     count = 0
     for bad in bad_plans(json.loads(plan.to_json()), 0):
         try:
-            found = AttentionPlan.from_json(json.dumps(bad.record))
+            result = AttentionPlan.from_json(json.dumps(bad.record))
         except PlanError as error:
-            told = str(error)
-            assert re.search(r"\b(format|head_dim|(mlp_)?shares?|composition|layers?|field)\b", told), told
+            report = str(error)
+            assert re.search(r"\b(format|head_dim|(mlp_)?shares?|composition|layers?|field)\b", report), report
             if bad.sure and len(bad.place) > 1:
-                assert str(bad.place[0]) in told and str(bad.place[1]) in told, f"{bad.told}: {told}"
-            assert len(told) < LONGEST_MESSAGE
+                assert str(bad.place[0]) in report and str(bad.place[1]) in report, f"{bad.told}: {report}"
+            assert len(report) < LONGEST_MESSAGE
             count += 1
         else:
             assert not bad.sure, f"{bad.told} was taken"
-            assert AttentionPlan.from_json(found.to_json()) == found
+            assert AttentionPlan.from_json(result.to_json()) == result
         if count == 1000:
             return
 
@@ -195,7 +195,7 @@ def test_broken_yaml_is_refused_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("name: &x [*x]\n", "name: got"),
         ("name: " + "[" * 1000 + "]" * 1000, "YAML"),
@@ -210,10 +210,10 @@ def test_broken_yaml_is_refused_with_the_file(tmp_path: Path) -> None:
     ],
     ids=["cycle", "deep", "twice", "object", "int", "date", "digits", "list", "empty", "latin1"],
 )  # fmt: skip
-def test_yaml_that_no_configuration_can_be(tmp_path: Path, text: str, said: str) -> None:
+def test_yaml_that_no_configuration_can_be(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         read_search_config(file)
     assert str(file) in str(caught.value)
 
@@ -247,7 +247,7 @@ def test_bad_overrides_are_refused_by_name() -> None:
 
 
 def test_the_demo_configuration_is_taken() -> None:
-    """What the above must not become: a refusal of everything."""
+    """The above must not become a refusal of everything."""
     file = REPOSITORY / "configs" / "demo.yaml"
     record = yaml.safe_load(file.read_text())
     assert parse_config(record) == read_search_config(file)

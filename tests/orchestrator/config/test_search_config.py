@@ -30,7 +30,7 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         ("serach", {}, ["serach", "unknown key", "did you mean search?"]),
         ("search.kv_ratois", [0.5], ["search.kv_ratois", "did you mean kv_ratios?", "recipes"]),
@@ -65,10 +65,12 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
         ("data.sequence_length", 1, ["data.sequence_length", "got 1"]),
     ],
 )
-def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(path: str, value: Any, said: list[str]) -> None:
+def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(
+    path: str, value: Any, message: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(with_value(path, value))
-    for word in said:
+    for word in message:
         assert word in str(caught.value)
 
 
@@ -92,7 +94,7 @@ def test_budgets_or_kv_heads_must_be_there() -> None:
     assert parse_config(record | {"search": {"kv_heads": [4, 2]}}).search.kv_heads == [4, 2]
 
 
-def test_all_errors_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     record = with_value("search.kv_ratios", [2])
     record["nmae"] = 1
     with pytest.raises(ConfigError) as caught:
@@ -102,7 +104,7 @@ def test_all_errors_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("search.num_samples", "key=value"),
         ("=4", "key=value"),
@@ -110,12 +112,12 @@ def test_all_errors_are_told_at_once() -> None:
         ("search.kv_ratios=[0.5", "not valid YAML"),
     ],
 )
-def test_a_wrong_override_is_refused(tmp_path: Path, override: str, said: str) -> None:
+def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
     file = tmp_path / "search.yaml"
     file.write_text(yaml.safe_dump(GOOD))
     with pytest.raises(ConfigError) as caught:
         read_search_config(file, [override])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_overrides_reach_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
@@ -132,17 +134,17 @@ def test_overrides_reach_sections_that_the_file_leaves_out(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("- a\n- b\n", "must hold a mapping"),
         ("a: [", "not valid YAML"),
         ("!!python/object:os.system {}", "not valid YAML"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "search.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_search_config(file)
 
 

@@ -45,11 +45,11 @@ def budget(demo_dir: Path, **changes: Any) -> EngineBudget | None:
 def test_worked_example() -> None:
     """A quarter of the bytes: q4_0 takes 18 of 64 for a block of 32, so 0.25 * 64 / 18 of the heads fit."""
     plan = AttentionPlan.identity(2, 8, 64)
-    found = {option.pair.name: option for option in cache_options(plan, LLAMA_CPP, 0.25)}
-    assert list(found) == ["q4_0", "q8_0,q4_0", "q8_0", "f16"]
-    assert found["q4_0"].kv_ratio == pytest.approx(0.25 * 64 / 18)
-    assert found["q8_0,q4_0"].kv_ratio == pytest.approx(0.25 * 128 / (34 + 18))
-    assert found["f16"].kv_ratio == 0.25
+    result = {option.pair.name: option for option in cache_options(plan, LLAMA_CPP, 0.25)}
+    assert list(result) == ["q4_0", "q8_0,q4_0", "q8_0", "f16"]
+    assert result["q4_0"].kv_ratio == pytest.approx(0.25 * 64 / 18)
+    assert result["q8_0,q4_0"].kv_ratio == pytest.approx(0.25 * 128 / (34 + 18))
+    assert result["f16"].kv_ratio == 0.25
     assert [option.pair.name for option in cache_options(plan, VLLM, 0.25)] == ["fp8", "f16"]
 
 
@@ -67,9 +67,9 @@ def test_formats_alone_know_every_name_of_an_engine(demo_dir: Path) -> None:
 def test_no_option_takes_more_than_the_size(share: float, head_dim: int, engine: str) -> None:
     plan = AttentionPlan.identity(3, 4, head_dim)
     whole = plan.kv_bytes_per_token("float16")
-    found = cache_options(plan, engine, share)
-    assert found[-1].share == 1  # 16 bits are always there
-    for option in found:
+    result = cache_options(plan, engine, share)
+    assert result[-1].share == 1  # 16 bits are always there
+    for option in result:
         assert option.share * whole == pytest.approx(option.pair.bytes_per_token(plan))
         assert option.kv_ratio * option.share == pytest.approx(share)
 
@@ -85,17 +85,17 @@ def test_a_named_format_that_the_engine_or_the_heads_do_not_have_is_refused() ->
 
 
 def test_bytes_for_an_engine_with_formats_are_its_own(demo_dir: Path) -> None:
-    found = budget(demo_dir, kv_bytes="0.125", engine="llama.cpp")
-    assert found is not None and found.automatic and found.shares == (0.125,)
+    result = budget(demo_dir, kv_bytes="0.125", engine="llama.cpp")
+    assert result is not None and result.automatic and result.shares == (0.125,)
     assert budget(demo_dir, kv_bytes="0.125") is None
     assert budget(demo_dir, kv_bytes="0.125", engine="transformers") is None
     assert budget(demo_dir, kv_ratio="0.5", engine="llama.cpp") is None
 
 
 def test_a_named_format_takes_several_sizes(demo_dir: Path) -> None:
-    found = budget(demo_dir, kv_bytes="0.4,0.2", cache_format="q8_0")
-    assert found is not None and not found.automatic
-    assert [option.kv_ratio for option in found.options] == pytest.approx([0.4 * 64 / 34, 0.2 * 64 / 34])
+    result = budget(demo_dir, kv_bytes="0.4,0.2", cache_format="q8_0")
+    assert result is not None and not result.automatic
+    assert [option.kv_ratio for option in result.options] == pytest.approx([0.4 * 64 / 34, 0.2 * 64 / 34])
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_the_result_is_measured_in_its_format_and_noted(demo_dir: Path, tmp_path
     record: Any = Convert(
         options(demo_dir, kv_bytes="0.125", engine="llama.cpp", recipe="headfold_wide", out=out)
     ).run()
-    held = record["engine_cache"]
-    assert held["share"] <= 0.125 and held["engines"] == ["llama.cpp"]
-    assert held["kv_bytes_per_token"] == held["share"] * 4096
-    taken = [one for one in record["combinations"] if one["cache_format"] == held["cache_format"]]
-    assert taken and record["recipe"]["name"] == "headfold_wide"
-    assert CardFacts.of(out).cache_format == held["cache_format"]  # an export's card has its flags
+    cached = record["engine_cache"]
+    assert cached["share"] <= 0.125 and cached["engines"] == ["llama.cpp"]
+    assert cached["kv_bytes_per_token"] == cached["share"] * 4096
+    chosen = [one for one in record["combinations"] if one["cache_format"] == cached["cache_format"]]
+    assert chosen and record["recipe"]["name"] == "headfold_wide"
+    assert CardFacts.of(out).cache_format == cached["cache_format"]  # an export's card has its flags
     model = with_engine_heads(checkpoints.load_working(checkpoints.open_model(out, "model"), "float32", "cpu"))
     tokens = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), engine_cache(model, CachePair.parse(held["cache_format"])):
+    with torch.no_grad(), engine_cache(model, CachePair.parse(cached["cache_format"])):
         rounded = model(tokens).logits
     assert (rounded - model(tokens).logits).abs().max() > 1e-3

@@ -48,7 +48,7 @@ def assert_close(one: LayerStatistics, other: LayerStatistics) -> None:
 
 @contextmanager
 def bytes_read() -> Iterator[SimpleNamespace]:
-    """What this process reads from files meanwhile, from the page cache too; what is mapped is not counted."""
+    """Bytes that this process reads from files meanwhile, from the page cache too; mapped files are not counted."""
     count = SimpleNamespace()
     before = int(Path("/proc/self/io").read_text().split()[1])
     yield count
@@ -62,8 +62,8 @@ def test_layer_by_layer_from_disk_is_the_model_in_memory(
 ) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
-    for one, other in zip(made.layers, calibrate(model, tokens).layers, strict=True):
+    created = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
+    for one, other in zip(created.layers, calibrate(model, tokens).layers, strict=True):
         assert_close(one, other)
 
 
@@ -72,8 +72,8 @@ def test_layers_that_cannot_stand_alone_are_calibrated_in_memory(
 ) -> None:
     model = tiny_model("gpt2", scale_attn_by_inverse_layer_idx=True)
     model.save_pretrained(tmp_path / "model")
-    made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
-    for one, other in zip(made.layers, calibrate(model, tokens).layers, strict=True):
+    created = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
+    for one, other in zip(created.layers, calibrate(model, tokens).layers, strict=True):
         assert_close(one, other)
 
 
@@ -82,22 +82,22 @@ def test_what_is_there_is_neither_read_nor_hashed_again(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 8, "head_dim": 32, "intermediate_size": 512, "vocab_size": 2048}
     random_checkpoint(llama(3, shape, tie_word_embeddings=False), tmp_path / "model")
     tokens = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
-    made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
-    folder = tmp_path / "cache" / f"calibration-{made.digest}"
+    created = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
+    folder = tmp_path / "cache" / f"calibration-{created.digest}"
     files = sorted(folder.glob("layer-*.safetensors"))
     assert len(files) == 3 and min(file.stat().st_size for file in files) > 1_000_000
 
     def again(**known: Any) -> int:
         with bytes_read() as count:
-            found = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT, **known)
-        assert found.digest == made.digest
+            result = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT, **known)
+        assert result.digest == created.digest
         return count.read
 
     again()  # files as young as their note are hashed once more
     assert again() < 100_000  # configuration and notes: neither statistics nor weights
     os.utime(files[1])
-    assert files[1].stat().st_size <= again(weights=made.weights) < files[1].stat().st_size + 100_000  # a copy, say
-    assert again(weights=made.weights) < 100_000
+    assert files[1].stat().st_size <= again(weights=created.weights) < files[1].stat().st_size + 100_000  # a copy, say
+    assert again(weights=created.weights) < 100_000
     with bytes_read() as count:
         layer = Calibration.load(folder).layers[1]
         assert layer.mixed_moments[3].abs().sum() > 0
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_made_again(
     file = tmp_path / "cache" / f"calibration-{first.digest}" / "layer-0001.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     mended = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
-    assert "the file is damaged" in (told := capsys.readouterr().err) and "calibrating again" in told
+    assert "the file is damaged" in (output := capsys.readouterr().err) and "calibrating again" in output
     assert mended.digest == first.digest
     assert_close(mended.layers[1], calibrate(tiny_model("llama"), tokens).layers[1])
     assert Calibration.load(file.parent).digest == first.digest
@@ -152,11 +152,11 @@ def test_the_way_is_chosen_by_what_is_free_and_then_stays(
     assert sizes == sorted(sizes, reverse=True)
     free = sizes[MIXED.index(mixed)]  # type: ignore[arg-type]
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
-    made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
-    assert made.mixed == mixed
+    created = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
+    assert created.mixed == mixed
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**40))
     monkeypatch.setattr(calibrating_module, "collect", lambda *a, **k: pytest.fail("the pass ran again"))
-    assert checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT).digest == made.digest
+    assert checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT).digest == created.digest
 
 
 def test_smaller_ways_are_means_and_roundings_of_the_exact_one(tiny_model: Tiny, tokens: Tensor) -> None:
@@ -172,8 +172,8 @@ def test_a_calibration_of_the_former_format_is_made_anew(
     tiny_model: Tiny, tokens: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    made = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
-    note = tmp_path / "cache" / f"calibration-{made.digest}" / META
+    created = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
+    note = tmp_path / "cache" / f"calibration-{created.digest}" / META
     note.write_text('{"format": 1, "sha256": "0"}')
     again = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
     assert "expected format 2, got 1; calibrate again: calibrating again" in capsys.readouterr().err
@@ -195,7 +195,7 @@ print(memory_peak())
 
 @pytest.mark.extended
 def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
-    """12 layers against 3, made and read in a process each: of all layers' statistics one is held."""
+    """12 layers against 3, made and read in a process each: the statistics of only one layer are in memory."""
     shape = {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048}
     peaks = []
     for layers in (3, 12):
@@ -231,8 +231,8 @@ def dying(marks: Path) -> type:
 def by_workers(task: CalibrationPass, tokens: Tensor, count: int, folder: Path) -> list[LayerStatistics]:
     """The statistics of 7 sampled sequences of these, made by so many actors."""
     shared = partial(calibrate_on_workers, task, tokens, 7, Workers(count, {"num_cpus": 0.4 / count}))
-    made = assemble_calibration(folder, shared, tokens.numel(), "digest", "weights", task.mixed)
-    return list(made.layers)
+    created = assemble_calibration(folder, shared, tokens.numel(), "digest", "weights", task.mixed)
+    return list(created.layers)
 
 
 @pytest.mark.extended

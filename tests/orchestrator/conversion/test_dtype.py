@@ -1,4 +1,4 @@
-"""The checkpoint's dtype is kept, and what is told is true of the file: conversion both ways, evaluation, gate."""
+"""The checkpoint's dtype is preserved, and reports of it are true: conversion both ways, evaluation, gate."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def texts(little_text: str) -> dict[str, Any]:
 
 
 def stored(folder: Path) -> set[str]:
-    found = set()
+    result = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    return found
+            result |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return result
 
 
 @pytest.mark.parametrize(
-    ("dtype", "asked", "kind"),
+    ("dtype", "requested", "kind"),
     [
         extended(torch.bfloat16, "auto", "BF16"),
         (torch.float16, "auto", "F16"),
         extended(torch.float32, "auto", "F32"),
         extended(torch.bfloat16, "fp32", "F32"),
-        (torch.float32, "bf16", "BF16"),  # what lies outside of the layers is rounded too
+        (torch.float32, "bf16", "BF16"),  # weights outside of the layers are rounded too
     ],
 )
 @pytest.mark.parametrize("layerwise", [False, True], ids=["memory", "layerwise"])
-def test_what_is_told_of_a_conversion_is_true_of_its_file(
+def test_the_report_of_a_conversion_is_true_of_its_file(
     layerwise: bool,
     dtype: torch.dtype,
-    asked: str,
+    requested: str,
     kind: str,
     texts: dict[str, Any],
     tiny_model: Tiny,
@@ -59,30 +59,30 @@ def test_what_is_told_of_a_conversion_is_true_of_its_file(
 ) -> None:
     model = tiny_model("llama", vocab_size=2048, tie_word_embeddings=dtype == torch.float16, dtype=dtype)
     source = checkpoint.save(model, tmp_path / "source", demo_tokenizer)
-    settings = {**texts, "dtype": asked, "recipe_settings": QUICK, "layerwise": layerwise}
-    told = convert_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **settings)
+    settings = {**texts, "dtype": requested, "recipe_settings": QUICK, "layerwise": layerwise}
+    report = convert_checkpoint(source, "headfold_gqa", 0.5, tmp_path / "out", **settings)
     assert stored(tmp_path / "out") == {kind}
-    assert told["format"] == "stock" and told["loads_in"] == ["transformers", "vLLM", "llama.cpp"]
-    assert checkpoint.load(tmp_path / "out").dtype == checkpoints.dtype_of(told["dtype"])
-    width = checkpoints.dtype_of(told["dtype"]).itemsize
-    assert told["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * width
-    assert told["cache_bytes_measured"] == told["kv_bytes_per_token"] * told["cache_tokens"]
+    assert report["format"] == "stock" and report["loads_in"] == ["transformers", "vLLM", "llama.cpp"]
+    assert checkpoint.load(tmp_path / "out").dtype == checkpoints.dtype_of(report["dtype"])
+    width = checkpoints.dtype_of(report["dtype"]).itemsize
+    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * width
+    assert report["cache_bytes_measured"] == report["kv_bytes_per_token"] * report["cache_tokens"]
 
     held_out = {key: value for key, value in texts.items() if key in ("eval_tokens", "sequence_length", "device")}
     held_out["data"] = texts["calibration_data"]  # of which a part is held out, as in the conversion
-    found = evaluate_checkpoint(tmp_path / "out", source, speed_tokens=0, **held_out)
-    assert found["dtype"] == told["dtype"]
-    assert found["kv_bytes_per_token"] == told["kv_bytes_per_token"]
-    assert found["cache_bytes_measured"] == found["kv_bytes_per_token"] * found["cache_tokens"]
+    result = evaluate_checkpoint(tmp_path / "out", source, speed_tokens=0, **held_out)
+    assert result["dtype"] == report["dtype"]
+    assert result["kv_bytes_per_token"] == report["kv_bytes_per_token"]
+    assert result["cache_bytes_measured"] == result["kv_bytes_per_token"] * result["cache_tokens"]
     for name in ("loss", "original_loss", "kl"):
-        assert told[name] == pytest.approx(found[name], rel=2e-6, abs=2e-6)
+        assert report[name] == pytest.approx(result[name], rel=2e-6, abs=2e-6)
 
 
-def test_the_dtype_asked_for(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_the_requested_dtype(tiny_model: Tiny, tmp_path: Path) -> None:
     source = checkpoint.save(tiny_model("llama", dtype=torch.bfloat16), tmp_path / "model")
-    for asked, found in (("auto", "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float32", "float32")):
-        assert checkpoints.written_dtype(source, asked) == found
-        assert checkpoints.working_dtype(found) == "float32"
+    for requested, result in (("auto", "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float32", "float32")):
+        assert checkpoints.written_dtype(source, requested) == result
+        assert checkpoints.working_dtype(result) == "float32"
     with pytest.raises(ConfigError, match=r"dtype must be auto or one of .*'bf16'.*got 'int8'"):
         checkpoints.written_dtype(source, "int8")
 

@@ -1,4 +1,4 @@
-"""What the project's own recipes must reach on the demo checkpoint, with their defaults and without any training.
+"""Targets of the project's own recipes on the demo checkpoint, with their defaults and without any training.
 
 Held-out loss on 16k tokens over that of the original model, in nats per token. Each number comes from one conversion.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from verbs import convert_curve, open_store
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]  # minutes of work, more beside others
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]  # minutes of work, more while other tests run
 SETTINGS: dict[str, Any] = {"device": "cpu", "calibration_data": "stdlib", "sequence_length": 256}
 
 
@@ -26,7 +26,7 @@ def headfold(demo_dir: Path) -> dict[float, dict[str, Any]]:
 def test_headfold_loses_little(kv_ratio: float, most: float, headfold: dict[float, dict[str, Any]]) -> None:
     point = headfold[kv_ratio]
     assert point["loss_increase"] <= most
-    # Heads may end up evenly spread, where that measures best; keys and values have groups of their own all the same.
+    # Heads may end up evenly spread, where that measures best; keys and values have separate groups all the same.
     assert any(layer["key_map"] != layer["value_map"] for layer in point["plan"]["layers"])
 
 
@@ -43,7 +43,7 @@ def test_estimated_head_counts_are_as_good_as_measured_ones(
     kv_ratio: float, demo_dir: Path, headfold: dict[float, dict[str, Any]]
 ) -> None:
     """Within a tenth of the loss increase of the way that runs the whole model, finalists included. At an eighth one
-    head is left of each kind, and nothing to choose."""
+    head of each kind remains, without a choice."""
     slow = {"allocation.increases": "measured", "allocation.fit_steps": 20, "allocation.finalists": 3}
     measured = open_store(demo_dir, "headfold", [kv_ratio], recipe_settings=slow, **SETTINGS).run(kv_ratio)
     print(f"estimated {headfold[kv_ratio]['loss_increase']:+.4f}, measured {measured['loss_increase']:+.4f}")

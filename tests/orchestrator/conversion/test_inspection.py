@@ -41,7 +41,7 @@ def texts(little_text: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_told_of_the_demo_checkpoint(
+def test_the_report_of_the_demo_checkpoint(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = SMALL["recipe_settings"] | {"refinement.fit_steps": 24}
@@ -59,39 +59,39 @@ def test_what_is_told_of_the_demo_checkpoint(
     for budget in record["budgets"]:
         assert AttentionPlan.from_json(json.dumps(budget["plan"])).kv_ratio == budget["kv_ratio"]
         assert sum(budget["key"]) > sum(budget["value"])
-    found = {(e["recipe"], e["kv_ratio_asked"]): e for e in record["recipes"]}
-    assert found["gqa", 0.5]["loss_increase"] > 1
+    result = {(e["recipe"], e["kv_ratio_asked"]): e for e in record["recipes"]}
+    assert result["gqa", 0.5]["loss_increase"] > 1
     formats = {entry["cache_format"]: entry for entry in record["cache_formats"]}
     assert [entry["share"] for entry in formats.values()] == [17 / 32, 0.5, 13 / 32, 9 / 32]
     assert abs(formats["q8_0"]["loss_increase"]) < 0.003 and 0 != abs(formats["q4_0"]["loss_increase"]) < 0.1
     assert formats["q8_0"]["loss_increase_stderr"] < formats["q4_0"]["loss_increase_stderr"], "it moves losses less"
     assert lead(record).startswith("50% without any conversion: a cache in q8_0 (llama.cpp) has 53.12% of the bytes")
-    assert (found["gqa", 0.3]["kv_ratio"], found["mqa", 0.5]["kv_ratio"]) == (0.25, 0.125)
-    for asked in (0.5, 0.3):
-        fitted = found["headfold_gqa", asked]
+    assert (result["gqa", 0.3]["kv_ratio"], result["mqa", 0.5]["kv_ratio"]) == (0.25, 0.125)
+    for requested in (0.5, 0.3):
+        fitted = result["headfold_gqa", requested]
         assert (fitted["fit_steps"], fitted["fit_steps_of_convert"]) == (24, FIT_STEPS)
-        assert fitted["loss_increase"] < found["gqa", asked]["loss_increase"] / 4
+        assert fitted["loss_increase"] < result["gqa", requested]["loss_increase"] / 4
     texts = {name: SMALL[name] for name in SMALL if name not in ("kv_ratios", "compare", "counts")}
     same = convert_checkpoint(
         demo_dir, "headfold_gqa", 0.5, **texts | {"recipe_settings": {"refinement.fit_steps": 24}}
     )
-    assert found["headfold_gqa", 0.5]["loss"] == pytest.approx(same["loss"], abs=1e-5), "convert gives what is shown"
-    assert not any("fit_steps" in entry for (name, _), entry in found.items() if name != "headfold_gqa")
+    assert result["headfold_gqa", 0.5]["loss"] == pytest.approx(same["loss"], abs=1e-5), "convert gives what is shown"
+    assert not any("fit_steps" in entry for (name, _), entry in result.items() if name != "headfold_gqa")
     for layer in record["similarity"]:
         for side in ("key", "value"):
             raw, aligned = (np.array(layer[side][kind]) for kind in ("raw", "aligned"))
             assert raw.shape == (8, 8) and (aligned >= raw - 1e-3).all() and aligned.mean() > raw.mean() + 0.1
     model = load_file(demo_dir / "model.safetensors")
-    for layer, found in enumerate(record["redundancy"]):
+    for layer, result in enumerate(record["redundancy"]):
         for side, letter in (("query", "q"), ("key", "k"), ("value", "v")):
             heads = model[f"model.layers.{layer}.self_attn.{letter}_proj.weight"].double().view(8, -1, 256).numpy()
-            assert found[side] == pytest.approx(slow_cka(heads), abs=1e-9)
+            assert result[side] == pytest.approx(slow_cka(heads), abs=1e-9)
 
     page = build_page(record)
     assert "keys of layer 0" in page and "Redundancy of each layer" in page and "stdlib-llama" in page
     print_inspection(record)
-    told = capsys.readouterr().out
-    assert "Loss increase" in told and f"{keys[0]['1']:+.3f}" in told
+    output = capsys.readouterr().out
+    assert "Loss increase" in output and f"{keys[0]['1']:+.3f}" in output
 
     def again(*_: object, **__: object) -> float:
         raise AssertionError("measured again")
@@ -127,8 +127,8 @@ def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, capfd: py
         ({"counts": "few"}, "few"),
         ({"sequence_length": 9999}, "9999"),
     ]
-    for wrong, said in mistakes:
-        with pytest.raises(ValueError, match=said):
+    for wrong, output in mistakes:
+        with pytest.raises(ValueError, match=output):
             inspect_checkpoint(demo_dir, **wrong)
     assert capfd.readouterr() == ("", ""), "loading and calibrating show how far they are"
 
@@ -137,7 +137,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(demo_dir: Path, capfd: py
 
 
 class Balanced(HTMLParser):
-    """Which tags are left open, and the text."""
+    """Tags that are not closed, and the text."""
 
     EMPTY = frozenset({"meta", "br", "path", "use", "rect", "image"})
 
@@ -172,7 +172,7 @@ def test_the_page_stands_alone_at_any_size(layers: int, heads: int) -> None:
     assert ("8 of 32 layers are drawn" in parser.text) == (layers == 32)
 
 
-def test_the_headline_tells_how_long_layers_were_fitted() -> None:
+def test_the_headline_reports_how_long_layers_were_fitted() -> None:
     record = made_up_inspection(4, 8)
     assert "-0.001 ± 0.002 by headfold, refined in 720 steps per layer." in lead(record)
     record["recipes"][1]["fit_steps"] = 120  # by refinement.fit_steps

@@ -90,8 +90,8 @@ def test_what_was_recorded_at_conversion_is_what_evaluate_compares_with(grouped:
     convert_checkpoint(grouped, "gqa", 0.5, tmp_path / "half", **SMALL)
     alone = evaluate_checkpoint(tmp_path / "half", speed_tokens=0, **HELD_OUT)
     assert alone["kv_ratio"] == 0.5 and "converted from" in alone["kv_ratio_of"]
-    beside = evaluate_checkpoint(tmp_path / "half", grouped, speed_tokens=0, **HELD_OUT)
-    assert beside["kv_ratio"] == 0.5 and "original" in beside["kv_ratio_of"]
+    shared = evaluate_checkpoint(tmp_path / "half", grouped, speed_tokens=0, **HELD_OUT)
+    assert shared["kv_ratio"] == 0.5 and "original" in shared["kv_ratio_of"]
     (tmp_path / "half" / checkpoint.PLAN_FILE).unlink()
     unknown = evaluate_checkpoint(tmp_path / "half", speed_tokens=0, **HELD_OUT)
     assert unknown["kv_ratio"] == 1 and "no other is known" in unknown["kv_ratio_of"]
@@ -102,18 +102,18 @@ def test_several_ratios_say_where_they_were_rounded_down(grouped: Path, capsys: 
     assert [(p["kv_ratio_asked"], p["kv_ratio"]) for p in record["points"]] == [(0.7, 0.5), (0.25, 0.25)]
     assert record["kv_bytes_per_token_original"] == 2 * record["points"][0]["kv_bytes_per_token"]
     assert run("convert", grouped, "--recipe", "gqa", "--kv-ratio", "0.7,0.25") == 0
-    said = capsys.readouterr().out
-    assert "50% of the KV cache (requested 70%, using 50%: 4 of 8 KV heads)" in said
-    assert "gqa at 25% of the KV cache\n" in said
-    assert "128 bytes per token, 512 before; 7,812,500 tokens per GB, 1,953,125 before" in said
+    output = capsys.readouterr().out
+    assert "50% of the KV cache (requested 70%, using 50%: 4 of 8 KV heads)" in output
+    assert "gqa at 25% of the KV cache\n" in output
+    assert "128 bytes per token, 512 before; 7,812,500 tokens per GB, 1,953,125 before" in output
 
 
 def test_an_estimate_of_several_ratios_rounds_down_as_the_conversion_does(grouped: Path) -> None:
-    found = estimate_conversion(grouped, "gqa", 0.7, **SMALL)
-    assert (found.kv_ratio_asked, found.kv_ratio) == (0.7, 0.5)
-    assert found.kv_bytes_per_token * 2 == found.kv_bytes_per_token_original
-    said = "50% of the original (requested 70%, using 50%: 4 of 8 KV heads): 256 of 512 KV bytes"
-    assert said in found.describe()["cache"]
+    result = estimate_conversion(grouped, "gqa", 0.7, **SMALL)
+    assert (result.kv_ratio_asked, result.kv_ratio) == (0.7, 0.5)
+    assert result.kv_bytes_per_token * 2 == result.kv_bytes_per_token_original
+    output = "50% of the original (requested 70%, using 50%: 4 of 8 KV heads): 256 of 512 KV bytes"
+    assert output in result.describe()["cache"]
 
 
 def run(verb: str, model: Path, *more: str) -> int | str | None:
@@ -130,25 +130,25 @@ def run(verb: str, model: Path, *more: str) -> int | str | None:
 def test_every_verb_takes_lists_of_ratios_and_of_heads(
     grouped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {}
+    result = {}
     for words in (["--kv-ratio", "0.5,0.25"], ["--kv-heads", "2,1"]):
         file = tmp_path / "points.json"
         for verb in ("estimate", "convert"):
             assert run(verb, grouped, "--recipe", "gqa", *words, "--json", str(file)) == 0
             points = json.loads(file.read_text())["points"]
-            found[verb, words[0]] = [(p["kv_ratio"], p["kv_bytes_per_token"]) for p in points]
+            result[verb, words[0]] = [(p["kv_ratio"], p["kv_bytes_per_token"]) for p in points]
         page = ["--out", str(tmp_path / "page.html"), "--cache", str(tmp_path / "cache"), "--compare", "none"]
         quick = ["--set", "allocation.tokens=48", "--set", "allocation.fit_steps=0"]
         assert run("inspect", grouped, "--recipe", "gqa", *words, *page, *quick, "--json", str(file)) == 0
         points = json.loads(file.read_text())["budgets"]
-        found["inspect", words[0]] = [(p["kv_ratio"], p["kv_bytes_per_token"]) for p in points]
+        result["inspect", words[0]] = [(p["kv_ratio"], p["kv_bytes_per_token"]) for p in points]
     own = 2 * 2 * 4 * 8 * 4  # keys and values, layers, KV heads, head dim, bytes
-    assert set(map(tuple, found.values())) == {((0.5, own // 2), (0.25, own // 4))}
+    assert set(map(tuple, result.values())) == {((0.5, own // 2), (0.25, own // 4))}
     assert "without any conversion: a cache in fp8 (vLLM)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--kv-ratio", "0.5", "--kv-heads", "2"], ["expected one of the three", "both"]),
         (["--kv-heads", "4"], ["kv_heads: got 4", "4 KV heads per layer for 8 query heads", "1 to 3"]),
@@ -176,20 +176,20 @@ def test_every_verb_takes_lists_of_ratios_and_of_heads(
     ],
 )
 def test_refusals_are_in_the_same_terms(
-    words: list[str], said: list[str], grouped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    words: list[str], message: list[str], grouped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     for verb in ("estimate", "convert"):
         assert run(verb, grouped, "--recipe", "gqa", *words) == 2
-        told = capsys.readouterr().err
-        for word in said:
-            assert word in told, told
+        output = capsys.readouterr().err
+        for word in message:
+            assert word in output, output
 
 
 def test_neither_ratio_nor_heads_is_refused(grouped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("convert", grouped, "--recipe", "gqa") == 2
-    told = capsys.readouterr().err
-    assert "--kv-ratio" in told and "--kv-heads" in told
+    output = capsys.readouterr().err
+    assert "--kv-ratio" in output and "--kv-heads" in output
     assert requested_ratios(grouped, None, None, default=(0.5, 0.25, 0.2)) == [0.5, 0.25]
 
 
@@ -220,8 +220,8 @@ def test_a_search_takes_heads_or_shares(grouped: Path) -> None:
     arms = ["gqa", {"recipe": "asymgqa", "kv_heads": [3]}, {"recipe": "align", "kv_ratios": [0.25]}]
     config = config_of(grouped, kv_heads=[2, 1], recipes=arms)
     assert ratios_of(config.search, geometry) == [0.5, 0.25]
-    found = [(c.recipe.name, c.kv_ratio) for c in named_candidates(config_of(grouped, kv_heads=[2, 1]), geometry)]
-    assert found == [("gqa", 0.5), ("gqa", 0.25)]
+    result = [(c.recipe.name, c.kv_ratio) for c in named_candidates(config_of(grouped, kv_heads=[2, 1]), geometry)]
+    assert result == [("gqa", 0.5), ("gqa", 0.25)]
     assert ratios_of(config.arms[1], geometry) == [0.75]
     budgets = {c.recipe.name: {} for c in named_candidates(config, geometry)}
     for candidate in named_candidates(config, geometry):
@@ -236,29 +236,29 @@ def test_a_search_takes_heads_or_shares(grouped: Path) -> None:
 
 def test_a_search_takes_ratios_as_ceilings(grouped: Path) -> None:
     geometry = checkpoints.open_checkpoint(grouped).geometry
-    given = {"kv_ratios": [0.7, "40%"], "recipes": ["gqa", "headfold_layers"]}
-    found = {(c.recipe.name, c.kv_ratio): c for c in named_candidates(config_of(grouped, **given), geometry)}
-    used = {key: candidate.used for key, candidate in found.items()}
+    options = {"kv_ratios": [0.7, "40%"], "recipes": ["gqa", "headfold_layers"]}
+    result = {(c.recipe.name, c.kv_ratio): c for c in named_candidates(config_of(grouped, **options), geometry)}
+    used = {key: candidate.used for key, candidate in result.items()}
     assert used == {
         ("gqa", 0.7): 0.5, ("gqa", 0.4): 0.25,
         ("headfold_layers", 0.7): 0.625, ("headfold_layers", 0.4): 0.375,
     }  # fmt: skip
-    for candidate in found.values():
+    for candidate in result.values():
         config = candidate.config()
         assert (config["kv_ratio"], config["used_kv_ratio"]) == (candidate.kv_ratio, candidate.used_ratio)
         assert Candidate.from_config(config) == candidate
     exact = named_candidates(config_of(grouped, kv_ratios=[0.5]), geometry)[0]
     assert exact.used is None and "used_kv_ratio" not in exact.config()  # as a search of before has it
     with pytest.raises(ConfigError, match=r"search.kv_ratios: got 0.7, which recipe gqa cannot meet.*0.5, 0.75"):
-        named_candidates(config_of(grouped, strict=True, **given), geometry)
+        named_candidates(config_of(grouped, strict=True, **options), geometry)
     with pytest.raises(ConfigError, match=r"search.kv_ratios: got 0.1, .*keeps at least 25%"):
         named_candidates(config_of(grouped, kv_ratios=[0.1]), geometry)
 
 
 def test_only_the_baseline_runs_with_the_whole_cache(grouped: Path) -> None:
     geometry = checkpoints.open_checkpoint(grouped).geometry
-    found = named_candidates(config_of(grouped, kv_ratios=[1.0, 0.5]), geometry)
-    assert [c.kv_ratio for c in found] == [1.0, 0.5]
+    result = named_candidates(config_of(grouped, kv_ratios=[1.0, 0.5]), geometry)
+    assert [c.kv_ratio for c in result] == [1.0, 0.5]
     with pytest.raises(ConfigError, match="recipe align cannot meet.*changes nothing.*it can meet 0.25, 0.5, 0.75 of"):
         named_candidates(config_of(grouped, kv_ratios=[1.0], recipes=["gqa", "align"]), geometry)
 
@@ -278,7 +278,7 @@ def test_a_search_of_a_former_version_is_not_misread(tmp_path: Path) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_recorded_ratio_is_that_of_the_bytes(data: st.DataObject, tiny_model: Tiny) -> None:
-    """Any plan that a checkpoint's own groups allow, on any number of KV heads: planned, held and recorded agree."""
+    """Any plan that a checkpoint's own groups allow, on any number of KV heads: plan, cache and record agree."""
     stored = data.draw(st.sampled_from([1, 2, 4]))
     model = tiny_model("llama", num_key_value_heads=stored)
     geometry = geometry_of(model.config)

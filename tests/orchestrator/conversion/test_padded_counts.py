@@ -61,19 +61,22 @@ def test_one_count_that_does_not_divide(
     extra = query_heads / own_heads - 1
     assert record["format"] == ("headfold" if extra else "stock")
     for target in ("gqa", "vllm", "gguf"):
-        made = export(tmp_path / "out", target, tmp_path / target, models[model])
-        assert made.exact and made.kv_heads == (heads,) * 3
-        assert made.kv_bytes_per_token_after == made.kv_bytes_per_token_before == record["kv_bytes_per_token"]
-        assert made.max_logit_difference <= 1e-4 * max(made.max_logit, 1)
-        assert (made.zero_query_heads, made.extra_attention) == (3 * (query_heads - own_heads), pytest.approx(extra))
-        assert any("query heads of zeros" in note for note in made.notes) == bool(extra)
+        exported = export(tmp_path / "out", target, tmp_path / target, models[model])
+        assert exported.exact and exported.kv_heads == (heads,) * 3
+        assert exported.kv_bytes_per_token_after == exported.kv_bytes_per_token_before == record["kv_bytes_per_token"]
+        assert exported.max_logit_difference <= 1e-4 * max(exported.max_logit, 1)
+        assert (exported.zero_query_heads, exported.extra_attention) == (
+            3 * (query_heads - own_heads),
+            pytest.approx(extra),
+        )
+        assert any("query heads of zeros" in note for note in exported.notes) == bool(extra)
         if extra:
             assert record["padding"][target]["extra_attention"] == pytest.approx(extra)
             assert f"{100 * extra:.3g} % more work in attention" in record["format_note"]
 
 
 def test_layers_of_one_two_and_three_heads(models: Any, tmp_path: Path, little_text: str) -> None:
-    """Half of nine KV heads is four and a half: four are used, which one, two and three heads a layer make."""
+    """Half of nine KV heads is four and a half: four are used, which one, two and three heads per layer make."""
     name = "headfold_layers"
     record = convert_checkpoint(models["9/3"], name, 0.5, tmp_path / "out", **settings(name, little_text))
     assert record["kv_ratio"] == 4 / 9 and record["kv_ratio_asked"] == 0.5
@@ -82,11 +85,11 @@ def test_layers_of_one_two_and_three_heads(models: Any, tmp_path: Path, little_t
     counts = tuple(layer.key_heads for layer in plan.layers)
     assert sorted(counts) == [1, 1, 2]
     for target, query_heads in (("vllm", 12 * 3), ("gguf", 9 + 9 + 12)):
-        made = export(tmp_path / "out", target, tmp_path / target, models["9/3"])
-        assert made.exact and made.kv_heads == counts
-        assert made.kv_bytes_per_token_after == record["kv_bytes_per_token"] == 2 * 4 * 8 * 4
-        assert made.max_logit_difference <= 1e-4 * max(made.max_logit, 1)
-        assert made.zero_query_heads == query_heads - 27
+        exported = export(tmp_path / "out", target, tmp_path / target, models["9/3"])
+        assert exported.exact and exported.kv_heads == counts
+        assert exported.kv_bytes_per_token_after == record["kv_bytes_per_token"] == 2 * 4 * 8 * 4
+        assert exported.max_logit_difference <= 1e-4 * max(exported.max_logit, 1)
+        assert exported.zero_query_heads == query_heads - 27
         assert record["padding"][target]["zero_query_heads"] == query_heads - 27
 
 
@@ -94,9 +97,9 @@ def test_layers_of_one_two_and_three_heads(models: Any, tmp_path: Path, little_t
 def test_layer_by_layer_makes_the_same_plan(
     model: str, name: str, ratio: float, models: Any, tmp_path: Path, little_text: str
 ) -> None:
-    given = settings(name, little_text)
-    whole = convert_checkpoint(models[model], name, ratio, tmp_path / "whole", **given)
-    parts = convert_layerwise(models[model], name, ratio, tmp_path / "parts", progress=lambda line: None, **given)
+    options = settings(name, little_text)
+    whole = convert_checkpoint(models[model], name, ratio, tmp_path / "whole", **options)
+    parts = convert_layerwise(models[model], name, ratio, tmp_path / "parts", progress=lambda line: None, **options)
     for key in ("plan", "kv_ratio", "kv_ratio_asked", "ceiling", "format"):
         assert parts[key] == whole[key]
     assert parts["loss"] == pytest.approx(whole["loss"], abs=1e-3)

@@ -1,5 +1,5 @@
-"""`convert --polish`: a conversion is trained at its end, which is told as training, estimated, and refused where it
-cannot be."""
+"""`convert --polish`: a conversion is trained at its end, which is reported as training, estimated, and refused where
+it is not possible."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def texts(little_text: str) -> dict[str, Any]:
     return {"calibration_data": little_text, "eval_data": little_text, **SIZES}
 
 
-def test_a_polish_lowers_the_held_out_divergence_and_is_told_as_training(
+def test_a_polish_lowers_the_held_out_divergence_and_is_reported_as_training(
     texts: dict[str, Any], demo_dir: Path, tmp_path: Path
 ) -> None:
     plain = convert_checkpoint(demo_dir, "least_squares", 0.5, **texts)
-    told = convert_checkpoint(demo_dir, "least_squares", 0.5, tmp_path / "out", polish=8, **texts)
-    assert "polish" not in plain and told["kl"] < 0.99 * plain["kl"]
-    assert told["plan"] == plain["plan"] and told["original_loss"] == plain["original_loss"]
-    work = told["polish"]
+    report = convert_checkpoint(demo_dir, "least_squares", 0.5, tmp_path / "out", polish=8, **texts)
+    assert "polish" not in plain and report["kl"] < 0.99 * plain["kl"]
+    assert report["plan"] == plain["plan"] and report["original_loss"] == plain["original_loss"]
+    work = report["polish"]
     assert (work["steps"], work["tokens"], work["weights"]) == (8, 8 * 512, "kv")
-    assert work["flops"] > 4 * told["parameters"] * work["tokens"] and told["seconds"]["polish"] > 0
-    assert told["cost"]["tokens"] == plain["cost"]["tokens"], "what was trained is not in the cost of the conversion"
-    found = evaluate_checkpoint(
+    assert work["flops"] > 4 * report["parameters"] * work["tokens"] and report["seconds"]["polish"] > 0
+    assert report["cost"]["tokens"] == plain["cost"]["tokens"], "what was trained is not in the cost of the conversion"
+    result = evaluate_checkpoint(
         tmp_path / "out",
         demo_dir,
         speed_tokens=0,
@@ -46,7 +46,7 @@ def test_a_polish_lowers_the_held_out_divergence_and_is_told_as_training(
         sequence_length=64,
         device="cpu",
     )
-    assert found["kl"] == pytest.approx(told["kl"], rel=1e-5), "what was measured is what was written"
+    assert result["kl"] == pytest.approx(report["kl"], rel=1e-5), "what was measured is what was written"
     assert checkpoint.note_of(tmp_path / "out")["polish"]["steps"] == 8
     assert CardFacts.of(tmp_path / "out").trained["tokens"] == 8 * 512
 

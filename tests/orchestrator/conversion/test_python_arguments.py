@@ -1,4 +1,4 @@
-"""What a caller from Python may pass by mistake in the place of a path: told by its type, before any work."""
+"""Arguments that a caller from Python may pass by mistake instead of a path: refused by their type, before any work."""
 
 from __future__ import annotations
 

@@ -104,15 +104,15 @@ def test_the_recipe_that_loses_least_is_taken(
 @pytest.mark.heavy
 def test_a_conversion_by_auto_is_that_of_the_recipe_that_it_takes(demo_dir: Path) -> None:
     short = {"overrides": {"refinement.fit_steps": 12}}
-    found: Any = convert(demo_dir, **short).run()
-    compared = found["compared_recipes"]
+    result: Any = convert(demo_dir, **short).run()
+    compared = result["compared_recipes"]
     assert set(compared) == {"headfold_layers", "headfold_wide"}
     best = min(compared, key=compared.get)
-    assert found["recipe"]["name"] == best
+    assert result["recipe"]["name"] == best
     named: Any = convert(demo_dir, recipe=best, **short).run()
     assert "compared_recipes" not in named
-    assert named["loss"] == pytest.approx(found["loss"], abs=1e-6)
-    assert named["plan"] == found["plan"]
+    assert named["loss"] == pytest.approx(result["loss"], abs=1e-6)
+    assert named["plan"] == result["plan"]
 
 
 def test_several_ratios_have_one_recipe(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

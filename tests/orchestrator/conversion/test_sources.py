@@ -61,8 +61,8 @@ def in_fp8(folder: Path) -> None:
 @pytest.mark.parametrize("way", ["--no-layerwise", "--layerwise"])
 def test_a_gguf_file_is_converted_as_its_checkpoint_is(way: str, gguf: Path, model: Path, place: Path) -> None:
     for source, out in ((model, "one"), (gguf, "other")):
-        asked = ("convert", "--model", source, "--recipe", "gqa", "--kv-ratio", 0.5, "--out", out, way, *FEW)
-        assert run_here(*asked, "--json", f"{out}.json") == 0
+        requested = ("convert", "--model", source, "--recipe", "gqa", "--kv-ratio", 0.5, "--out", out, way, *FEW)
+        assert run_here(*requested, "--json", f"{out}.json") == 0
     records = [json.loads((place / f"{out}.json").read_text()) for out in ("one", "other")]
     assert records[1]["model"] == str(gguf)
     for key in ("original_loss", "loss", "kl", "dtype", "kv_bytes_per_token", "plan_digest"):
@@ -74,9 +74,9 @@ def test_a_gguf_file_is_converted_as_its_checkpoint_is(way: str, gguf: Path, mod
 
 @pytest.mark.heavy
 def test_estimates_and_dry_runs_write_no_weights(gguf: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--model", gguf, "--recipe", "gqa", "--kv-ratio", 0.5, *FEW)
-    assert run_here("estimate", *asked) == 0
-    assert run_here("convert", *asked, "--dry-run") == 0
+    requested = ("--model", gguf, "--recipe", "gqa", "--kv-ratio", 0.5, *FEW)
+    assert run_here("estimate", *requested) == 0
+    assert run_here("convert", *requested, "--dry-run") == 0
     assert run_here("init", gguf, "--out", "search.yaml", "--data", "stdlib") == 0
     assert run_here("search", "search.yaml", "--dry-run", "data.eval.tokens=256", "data.calibration.tokens=256") == 0
     assert not any(place.glob("cache/**/*.safetensors")) and "nothing was written" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_a_search_opens_the_copy_and_keeps_the_name(gguf: Path, place: Path) -> 
 def test_quantised_weights_need_the_option(model: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     in_fp8(model)
     conversion = ("--model", model, "--recipe", "gqa", "--kv-ratio", 0.5, *FEW)
-    for asked in (
+    for requested in (
         ("init", model, "--out", "search.yaml"),
         ("estimate", *conversion),
         ("convert", *conversion),
@@ -106,9 +106,9 @@ def test_quantised_weights_need_the_option(model: Path, place: Path, capsys: pyt
         ("evaluate", model),
         ("export", model, "--target", "gqa", "--out", "exported"),
     ):
-        assert run_here(*asked) == 2, asked
-        told = capsys.readouterr().err
-        assert "is quantised" in told and "--dequantize" in told, asked
+        assert run_here(*requested) == 2, requested
+        output = capsys.readouterr().err
+        assert "is quantised" in output and "--dequantize" in output, requested
     assert not (place / "search.yaml").exists()
     assert run_here("init", model, "--out", "search.yaml", "--dequantize") == 0
     assert yaml.safe_load((place / "search.yaml").read_text())["model"]["dequantize"] is True
@@ -127,7 +127,7 @@ def test_what_cannot_be_read_is_refused_in_every_verb(model: Path, capsys: pytes
         ("evaluate", model),
     )
     before = (model / "config.json").read_text()
-    for fields, told in (
+    for fields, report in (
         ({"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config: head_dim in 1: 1"),
         ({"model_type": "mymodel", "auto_map": code}, "which Headfold does not run"),
         ({"model_type": "deepseek_v3"}, "has no KV heads to share"),
@@ -135,9 +135,9 @@ def test_what_cannot_be_read_is_refused_in_every_verb(model: Path, capsys: pytes
     ):
         (model / "config.json").write_text(before)
         configure(model, **fields)
-        for asked in verbs:
-            assert run_here(*asked) == 2, asked
-            assert told in capsys.readouterr().err, asked
+        for requested in verbs:
+            assert run_here(*requested) == 2, requested
+            assert report in capsys.readouterr().err, requested
 
 
 def test_one_kv_head_cannot_be_shared(place: Path, tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:

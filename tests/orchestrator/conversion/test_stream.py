@@ -65,8 +65,8 @@ def assert_same(memory: dict, layerwise: dict, vocabulary: int, windows: bool = 
     for name in ("parameters", "kv_bytes_per_token", "eval_tokens", "calibration_tokens"):
         assert layerwise[name] == memory[name]
     planned = layerwise["cache_tokens"] * layerwise["kv_bytes_per_token"]
-    held = layerwise["cache_bytes_measured"]
-    assert 0 < held < planned if windows else held == planned
+    cached = layerwise["cache_bytes_measured"]
+    assert 0 < cached < planned if windows else cached == planned
     tokens = torch.randint(0, vocabulary, (2, 40), generator=torch.Generator().manual_seed(0))
     difference = (logits(layerwise["out"], tokens) - logits(memory["out"], tokens)).abs().max()
     assert difference < close
@@ -84,9 +84,9 @@ def test_windows_run_the_model_of_every_family(family: str, tiny_model: Tiny, tm
     for layer in range(2):
         advance(open_window(weights, config, layer, streams, torch.float32, CPU), streams, 8)
     with torch.no_grad():
-        wanted = model(tokens).logits
+        expected = model(tokens).logits
     above = OutputHead(weights, config, torch.float32, CPU).final(streams)
-    torch.testing.assert_close(above.head(above.states), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(above.head(above.states), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_missing_tensor_is_named(tiny_model: Tiny, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_demo_checkpoint_comes_out_the_same(
     memory, layerwise = both_ways(demo_dir, recipe, 0.25, tmp_path, **more)
     assert_same(memory, layerwise, 2048, close=2e-3)  # on random tokens, where what a fit makes of rounding shows
     assert layerwise["loss_increase"] > 0.01
-    if changes is QUICK:  # our own recipe, with little text and few steps; test_headfold_targets.py has what it can
+    if changes is QUICK:  # our own recipe, with little text and few steps; test_headfold_targets.py has its quality
         assert layerwise["loss_increase"] < 0.14  # 0.10, and 0.25 without the fit
 
 
@@ -162,20 +162,20 @@ def test_other_families_come_out_the_same(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda state, name: state.pop(name), "hold 4 of experts.*.w1.weight; 3 of experts.*.w3.weight"),
         (lambda state, name: state.update({name: state[name][1:].clone()}), "differ in number, shape or dtype"),
     ],
 )
-def test_experts_that_are_not_alike_are_refused(change: Any, said: str, tiny_model: Tiny, tmp_path: Path) -> None:
+def test_experts_that_are_not_alike_are_refused(change: Any, message: str, tiny_model: Tiny, tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     change(state, "model.layers.1.block_sparse_moe.experts.2.w3.weight")
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match="experts of model.layers.1.mlp.experts.gate_up_proj") as refused:
         LazyWeights(tmp_path, checkpoint.load_config(tmp_path))
-    assert said in str(refused.value) and str(tmp_path) in str(refused.value)
+    assert message in str(refused.value) and str(tmp_path) in str(refused.value)
 
 
 def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
@@ -183,34 +183,36 @@ def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
 ) -> None:
     model = tiny_model("llama", vocab_size=2048, tie_word_embeddings=True, dtype=torch.bfloat16)
     source = stored(model, tmp_path / "source", demo_tokenizer, "100KB")
-    made = convert_layerwise(source, "least_squares", 0.5, tmp_path / "out", dtype="bfloat16", **SMALL)
+    created = convert_layerwise(source, "least_squares", 0.5, tmp_path / "out", dtype="bfloat16", **SMALL)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 4  # the embedding, two layers, the last norm
-    assert index["metadata"]["total_size"] == 2 * made["parameters"]
+    assert index["metadata"]["total_size"] == 2 * created["parameters"]
     assert "lm_head.weight" not in index["weight_map"]
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert type(stock).__name__ == "LlamaForCausalLM"
     assert stock.dtype == torch.bfloat16
     assert stock.config.num_key_value_heads == 2
-    assert checkpoint.plan_of(stock).digest != made["plan_digest"]  # heads are permuted so that groups are neighbours
+    assert (
+        checkpoint.plan_of(stock).digest != created["plan_digest"]
+    )  # heads are permuted so that groups are neighbours
     assert not list(tmp_path.glob(".out*"))
 
 
 def test_the_layer_and_what_is_done_with_it_are_shown(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has no steps to count is told by the layer's number: at real width each takes a minute and more."""
+    """Stages without steps are reported by the layer's number: at real width each takes a minute and more."""
     monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.002)
     lines: list[str] = []
     with progress.show_progress("convert", lines.append, 0.0):
         more = {"progress": lines.append, "recipe_settings": QUICK | {"allocation.fit_steps": 12}}
         convert_layerwise(demo_dir, "headfold", 0.5, tmp_path / "out", **more, **SMALL)
-    said = {line.partition(":")[0] for line in lines}
+    output = {line.partition(":")[0] for line in lines}
     planned = {f"layer {layer} of 4, what each head count costs" for layer in range(1, 5)}
-    assert planned | {f"layer {layer} of 4, running both models" for layer in range(1, 5)} <= said
+    assert planned | {f"layer {layer} of 4, running both models" for layer in range(1, 5)} <= output
 
 
-def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
+def test_a_killed_conversion_resumes_at_the_layer_it_reached(
     tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", vocab_size=2048, num_hidden_layers=4)
@@ -231,10 +233,10 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
         convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", **run)
     assert not (tmp_path / "out").exists()
     done.append(-1)
-    said: list[str] = []
-    resumed = convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", progress=said.append, **run)
+    output: list[str] = []
+    resumed = convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", progress=output.append, **run)
     assert done == [0, 1, -1, 2, 3]
-    assert "going on after layer 2" in said[0]
+    assert "going on after layer 2" in output[0]
     assert resumed["plan"] == whole["plan"]
     assert resumed["fits"] == whole["fits"]
     names = [f"model-{i:05d}-of-00006.safetensors" for i in range(1, 7)]
@@ -244,14 +246,14 @@ def test_a_killed_conversion_goes_on_at_the_layer_it_reached(
     with pytest.raises(KeyboardInterrupt, match="2 finished layer.s. are kept in"):
         convert_layerwise(source, "headfold_gqa", 0.5, tmp_path / "out", overwrite=True, **run)
     done.append(-1)
-    again = {"progress": said.append, "overwrite": True, **run}
+    again = {"progress": output.append, "overwrite": True, **run}
     convert_layerwise(source, "headfold_gqa", 0.25, tmp_path / "out", **again)
     assert done == [0, 1, -1, 0, 1, 2, 3]
-    assert "starting over" in said[-5]
+    assert "starting over" in output[-5]
 
 
 @pytest.mark.parametrize("recipe", [extended("headfold"), "headfold_layers"])
-def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kill(
+def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_resumes_after_a_kill(
     recipe: str, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: Any
 ) -> None:
     source = stored(tiny_model("qwen3", vocab_size=2048, num_hidden_layers=4), tmp_path / "source", demo_tokenizer)
@@ -272,15 +274,15 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
     monkeypatch.setattr(disk_planning, "curves_of_layer", until_the_third)
     with pytest.raises(KeyboardInterrupt, match="what the plan rests on is kept in"):
         convert_layerwise(source, recipe, 0.5, tmp_path / "stream", **run)
-    said: list[str] = []
-    layerwise = convert_layerwise(source, recipe, 0.5, tmp_path / "stream", progress=said.append, **run)
-    assert len(planned) == 5 and "going on with the plan" in said[0] and "loss increases of layer 3/4" in said[1]
+    output: list[str] = []
+    layerwise = convert_layerwise(source, recipe, 0.5, tmp_path / "stream", progress=output.append, **run)
+    assert len(planned) == 5 and "going on with the plan" in output[0] and "loss increases of layer 3/4" in output[1]
     assert_same(memory, layerwise, 2048, close=2e-3)  # as above
     assert not list(tmp_path.glob(".stream*"))
 
 
 @pytest.mark.parametrize(
-    ("recipe", "changes", "said"),
+    ("recipe", "changes", "message"),
     [
         (
             "headfold",
@@ -294,12 +296,12 @@ def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_goes_on_after_a_kil
     ],
 )
 def test_what_cannot_be_streamed_is_refused_with_the_setting_to_change(
-    recipe: str, changes: dict[str, Any], said: list[str], demo_dir: Path, tmp_path: Path
+    recipe: str, changes: dict[str, Any], message: list[str], demo_dir: Path, tmp_path: Path
 ) -> None:
     ratio = 1.0 if recipe == "directshare" else 0.5
     with pytest.raises(ConfigError) as error:
         convert_layerwise(demo_dir, recipe, ratio, tmp_path / "out", recipe_settings=changes, **SMALL)
-    assert all(word in str(error.value) for word in (*said, "cannot be converted layer by layer"))
+    assert all(word in str(error.value) for word in (*message, "cannot be converted layer by layer"))
     assert not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,7 @@
 """A cluster of two nodes on one machine, examined well, as a job, with a sick node, and with GPUs that are not there.
 
 `python sick_cluster.py FOLDER` prints exit codes and findings as one JSON object. On the sick node every process has a
-clock of its own, and another version of numpy.
+different clock, and another version of numpy.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(folder: Path) -> dict[str, Any]:
 
     dashboard = free_port()
     os.environ[DASHBOARD] = f"http://127.0.0.1:{dashboard}"
-    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # paths of sockets are limited
         head = {"num_cpus": 1, "temp_dir": short}
         head |= {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard}
         cluster: Any = local_cluster(head)
@@ -75,15 +75,15 @@ def main(folder: Path) -> dict[str, Any]:
             cluster.add_node(num_cpus=1)
             ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
             storage = f"{folder}/runs"
-            found = {"well": examined(folder, "well", "--storage", storage)}
+            result = {"well": examined(folder, "well", "--storage", storage)}
             cluster.add_node(num_cpus=2, num_gpus=2)
-            found["gpus"] = examined(folder, "gpus", *GPUS, f"storage={storage}")
-            found["left"] = sorted(path.name for path in folder.rglob("*") if "doctor" in path.name)
-            found["job"] = as_a_job(dashboard, folder)
+            result["gpus"] = examined(folder, "gpus", *GPUS, f"storage={storage}")
+            result["left"] = sorted(path.name for path in folder.rglob("*") if "doctor" in path.name)
+            result["job"] = as_a_job(dashboard, folder)
             cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": sick_path(folder)})
             some = [word for name in ("nodes", "versions", "clocks", "disk") for word in ("--only", name)]
-            found["sick"] = examined(folder, "sick", *some, "--storage", storage)
-            return found
+            result["sick"] = examined(folder, "sick", *some, "--storage", storage)
+            return result
         finally:
             ray.shutdown()
             cluster.shutdown()

@@ -34,7 +34,7 @@ def doctor(file: Path, *words: str) -> tuple[Any, Checks]:
 
 
 def states(checks: Checks) -> dict[str, set[str]]:
-    return {name: {one["status"] for one in found} for name, found in checks.items()}
+    return {name: {one["status"] for one in result} for name, result in checks.items()}
 
 
 def only(*names: str) -> list[str]:
@@ -48,26 +48,26 @@ def test_a_cluster_that_will_do(
     storage.mkdir()
     shutil.copy(empty_store, storage / "mlflow.db")
     code, checks = doctor(tmp_path / "d.json", "--storage", str(storage), *only(*FEW))
-    found = states(checks)
-    assert code == (2 if "failed" in found["disk"] else 0)
+    result = states(checks)
+    assert code == (2 if "failed" in result["disk"] else 0)
     # How fast and how empty a disk must be is a test of the judgement: this machine's may be busy or full
-    assert found.pop("storage") <= {"ok", "warning"}
-    assert found.pop("disk") <= {"ok", "failed"}
-    assert found == {name: {"ok"} for name in FEW if name not in ("storage", "disk")}
+    assert result.pop("storage") <= {"ok", "warning"}
+    assert result.pop("disk") <= {"ok", "failed"}
+    assert result == {name: {"ok"} for name in FEW if name not in ("storage", "disk")}
     assert checks["storage"][0]["numbers"]["write_bytes_per_second"] > 0
     assert checks["clocks"][0]["numbers"]["seconds"] < 0.5
-    said = capsys.readouterr().out
-    assert "torch 2." in said and "nothing is needed from it" in said
-    left = [path.name for path in storage.iterdir()]
-    assert set(left) <= {"mlflow.db", ".mlflow.db.opening"}, "a lock stays, and nothing else"
+    output = capsys.readouterr().out
+    assert "torch 2." in output and "nothing is needed from it" in output
+    remaining = [path.name for path in storage.iterdir()]
+    assert set(remaining) <= {"mlflow.db", ".mlflow.db.opening"}, "a lock stays, and nothing else"
 
 
 def test_storage_that_cannot_be_written_stops_no_other_check(
     ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    wanted = only("shared-storage", "storage", "versions", "mlflow", "training")
-    code, checks = doctor(tmp_path / "d.json", "--storage", str(tmp_path / "file" / "runs"), *wanted)
+    expected = only("shared-storage", "storage", "versions", "mlflow", "training")
+    code, checks = doctor(tmp_path / "d.json", "--storage", str(tmp_path / "file" / "runs"), *expected)
     assert code == 2
     assert states(checks) == {
         "shared-storage": {"failed"},
@@ -105,7 +105,7 @@ def test_what_hangs_is_ended(ray_cluster: None, tmp_path: Path) -> None:
 
 
 def test_a_gated_model_without_a_token_and_with_one(ray_cluster: None, tmp_path: Path) -> None:
-    """In a process of its own, since huggingface_hub reads its settings once."""
+    """In a separate process, since huggingface_hub reads its settings once."""
 
     def seen(token: str | None, *models: str) -> Any:
         with gated_hub() as address:
@@ -116,18 +116,18 @@ def test_a_gated_model_without_a_token_and_with_one(ray_cluster: None, tmp_path:
 
     without = seen(None, GATED, OPEN, "nobody/nothing")
     assert without["reachable"] and not without["token"] and set(without["missing"]) == {GATED, "nobody/nothing"}
-    found = judge_hub({"a": without}, [GATED, OPEN])
-    assert [one.status for one in found] == ["failed", "failed"]
-    assert "no token" in found[0].result and "HF_TOKEN" in found[0].remedy
+    result = judge_hub({"a": without}, [GATED, OPEN])
+    assert [one.status for one in result] == ["failed", "failed"]
+    assert "no token" in result[0].result and "HF_TOKEN" in result[0].remedy
     allowed, stranger = seen(TOKEN, GATED), seen("hf_other", GATED)
     assert judge_hub({"a": allowed}, [GATED])[0].status == "ok"
     refused = judge_hub({"a": stranger}, [GATED])
     assert refused[0].status == "failed" and f"https://huggingface.co/{GATED}" in refused[0].remedy
-    assert TOKEN not in str([allowed, found, refused]) and "hf_other" not in str([stranger, refused])
+    assert TOKEN not in str([allowed, result, refused]) and "hf_other" not in str([stranger, refused])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--only", "nccl"], "must be one of"),
         (["train.seed=1"], "--config FILE"),
@@ -136,9 +136,9 @@ def test_a_gated_model_without_a_token_and_with_one(ray_cluster: None, tmp_path:
         (["--config", "configs/demo.yaml", "train.sed=1"], "train.sed"),
     ],
 )
-def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here("doctor", *words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 SCRIPT = Path(__file__).with_name("sick_cluster.py")
@@ -155,19 +155,19 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return last_json(done.stdout)
 
 
-def statuses(found: Any) -> dict[str, set[str]]:
-    names = {one["check"] for one in found["findings"]}
-    return {name: {one["status"] for one in found["findings"] if one["check"] == name} for name in names}
+def statuses(result: Any) -> dict[str, set[str]]:
+    names = {one["check"] for one in result["findings"]}
+    return {name: {one["status"] for one in result["findings"] if one["check"] == name} for name in names}
 
 
 @pytest.mark.extended
 def test_every_check_on_two_nodes(examined: Any) -> None:
-    found, (first, second) = examined["well"], examined["well"]["nodes"]
-    assert found["code"] == 0 and found["ok"] and first != second
-    bad = {name: states for name, states in statuses(found).items() if not states <= {"ok", "warning", "skipped"}}
+    result, (first, second) = examined["well"], examined["well"]["nodes"]
+    assert result["code"] == 0 and result["ok"] and first != second
+    bad = {name: states for name, states in statuses(result).items() if not states <= {"ok", "warning", "skipped"}}
     assert not bad
-    assert statuses(found)["config"] == {"skipped"}
-    by_check = {one["check"]: one for one in found["findings"]}
+    assert statuses(result)["config"] == {"skipped"}
+    by_check = {one["check"]: one for one in result["findings"]}
     assert "gloo" in by_check["all-reduce"]["result"] and by_check["all-reduce"]["numbers"]["workers"] == 2
     assert "one ZeRO 3 step in bfloat16, 2 worker(s)" in by_check["training"]["result"]
     assert "flash (CPU)" in by_check["attention"]["result"]
@@ -175,11 +175,11 @@ def test_every_check_on_two_nodes(examined: Any) -> None:
 
 @pytest.mark.extended
 def test_gpus_that_only_ray_counts(examined: Any) -> None:
-    found = examined["gpus"]
-    assert found["code"] == 2
-    red = {name for name, states in statuses(found).items() if "failed" in states}
+    result = examined["gpus"]
+    assert result["code"] == 2
+    red = {name for name, states in statuses(result).items() if "failed" in states}
     assert red == {"devices", "attention", "all-reduce", "training"}
-    assert all(one["remedy"] for one in found["findings"] if one["status"] == "failed")
+    assert all(one["remedy"] for one in result["findings"] if one["status"] == "failed")
     assert examined["left"] == []
 
 
@@ -191,11 +191,11 @@ def test_as_a_ray_job(examined: Any) -> None:
 
 @pytest.mark.extended
 def test_a_sick_node_is_named(examined: Any) -> None:
-    found = examined["sick"]
-    assert found["code"] == 2 and len(found["nodes"]) == 4
-    assert statuses(found) == {"nodes": {"ok"}, "disk": {"ok"}, "versions": {"failed"}, "clocks": {"failed"}}
-    (version,) = [one for one in found["findings"] if one["check"] == "versions"]
-    (clock,) = [one for one in found["findings"] if one["check"] == "clocks"]
+    result = examined["sick"]
+    assert result["code"] == 2 and len(result["nodes"]) == 4
+    assert statuses(result) == {"nodes": {"ok"}, "disk": {"ok"}, "versions": {"failed"}, "clocks": {"failed"}}
+    (version,) = [one for one in result["findings"] if one["check"] == "versions"]
+    (clock,) = [one for one in result["findings"] if one["check"] == "clocks"]
     assert version["result"].startswith("numpy differs: ") and "0.0.1 on " in version["result"]
     assert clock["numbers"]["seconds"] == pytest.approx(90, abs=2)
     assert clock["result"].partition(":")[0] in version["result"].rpartition("0.0.1 on ")[2]

@@ -16,7 +16,7 @@ H100 = {"name": "NVIDIA H100", "driver": "580.1", "memory_mib": 81_559.0, "used_
 
 
 def facts(**changes: Any) -> Any:
-    """Of one node with plenty of room and no GPU."""
+    """Facts of one node with plenty of room and no GPU."""
     disks = {
         "scratch": {"folder": "/tmp", "free": 50 * GB, "total": 100 * GB},
         "hub cache": {"folder": "/cache", "free": 50 * GB, "total": 100 * GB},
@@ -53,22 +53,22 @@ def worst(findings: list[Finding]) -> str:
     ],
 )
 def test_gpus_that_ray_counts_are_there(counted: int, shown: Any, device: str | None, status: str) -> None:
-    found = judgement.judge_devices([node("a", counted)], {"a": facts(gpus=shown)}, device)
-    assert worst(found) == status
-    assert all(one.remedy for one in found if one.status != "ok")
+    result = judgement.judge_devices([node("a", counted)], {"a": facts(gpus=shown)}, device)
+    assert worst(result) == status
+    assert all(one.remedy for one in result if one.status != "ok")
 
 
-def test_different_drivers_are_said() -> None:
+def test_different_drivers_are_reported() -> None:
     two = {"a": facts(gpus=[H100]), "b": facts(gpus=[H100 | {"driver": "570.9"}])}
-    found = judgement.judge_devices([node("a", 1), node("b", 1)], two, "cuda")
-    assert worst(found) == "warning" and "570.9: b" in found[-1].result
+    result = judgement.judge_devices([node("a", 1), node("b", 1)], two, "cuda")
+    assert worst(result) == "warning" and "570.9: b" in result[-1].result
 
 
-def test_a_version_of_its_own_is_a_red_line_with_the_node() -> None:
+def test_a_separate_version_is_a_red_line_with_the_node() -> None:
     other = {"torch": "2.12.0", "ray": "2.60.0"}
-    found = judgement.judge_versions({"a": facts(), "b": facts(), "c": facts(versions=other)})
-    assert [one.status for one in found] == ["failed"]
-    assert found[0].result == "torch differs: 2.13.0 on a, b; 2.12.0 on c"
+    result = judgement.judge_versions({"a": facts(), "b": facts(), "c": facts(versions=other)})
+    assert [one.status for one in result] == ["failed"]
+    assert result[0].result == "torch differs: 2.13.0 on a, b; 2.12.0 on c"
     assert worst(judgement.judge_versions({"a": facts(), "b": facts()})) == "ok"
 
 
@@ -77,9 +77,9 @@ def test_a_version_of_its_own_is_a_red_line_with_the_node() -> None:
     [(0.01, 0.02, "ok"), (2.0, 1.8, "ok"), (-2.0, 0.1, "warning"), (90.0, 0.1, "failed"), (-6.0, 0.5, "failed")],
 )
 def test_clocks(offset: float, error: float, status: str) -> None:
-    found = judgement.judge_clocks({"a": (0.0, 0.0), "b": (offset, error)})
-    assert worst(found) == status
-    assert status == "ok" or found[0].result.startswith("b: ")
+    result = judgement.judge_clocks({"a": (0.0, 0.0), "b": (offset, error)})
+    assert worst(result) == status
+    assert status == "ok" or result[0].result.startswith("b: ")
 
 
 def test_full_disks() -> None:
@@ -92,10 +92,10 @@ def test_full_disks() -> None:
     assert worst(judgement.judge_disks({"a": facts()}, 9 * GB, config(shortage="too little"))) == "failed"
 
 
-def test_a_node_with_a_folder_of_its_own() -> None:
+def test_a_node_with_a_separate_folder() -> None:
     seen = {"a": ["driver", "1"], "b": ["2"]}
-    found = judgement.judge_visibility("/mnt/headfold", seen, ["a"])
-    assert worst(found) == "failed" and "on b is another folder" in found[0].result
+    result = judgement.judge_visibility("/mnt/headfold", seen, ["a"])
+    assert worst(result) == "failed" and "on b is another folder" in result[0].result
     assert worst(judgement.judge_visibility("/mnt", {"a": ["driver"]}, ["a"])) == "ok"
     assert worst(judgement.judge_visibility("/mnt", {"a": ["driver"]}, [])) == "failed", "what it writes is not seen"
 
@@ -104,9 +104,9 @@ def test_a_node_with_a_folder_of_its_own() -> None:
 def test_the_time_of_a_checkpoint(rate: float, status: str) -> None:
     """94 GB every half an hour, written by two nodes."""
     each: Any = {"written": int(rate / 2), "write_seconds": 1.0, "read_seconds": 0.5}
-    found = judgement.judge_rates({"a": each, "b": each}, config())
-    assert worst(found) == status
-    assert found[0].numbers["checkpoint_seconds"] == pytest.approx(94e9 / rate)
+    result = judgement.judge_rates({"a": each, "b": each}, config())
+    assert worst(result) == status
+    assert result[0].numbers["checkpoint_seconds"] == pytest.approx(94e9 / rate)
 
 
 def test_slow_storage_without_a_configuration_is_a_warning() -> None:
@@ -135,12 +135,12 @@ def test_kernels_of_attention(device: str, kernel: str, status: str) -> None:
 )
 def test_bandwidth(backend: str, hosts: int, seconds: float, status: str) -> None:
     measured: Any = {"workers": 8, "hosts": hosts, "backend": backend, "bytes": 2**29, "seconds": seconds}
-    found = judgement.judge_reduce(measured | {"version": ""})
-    assert worst(found) == status
-    assert found[0].numbers["bytes_per_second"] == pytest.approx(1.75 * 2**29 / seconds)
+    result = judgement.judge_reduce(measured | {"version": ""})
+    assert worst(result) == status
+    assert result[0].numbers["bytes_per_second"] == pytest.approx(1.75 * 2**29 / seconds)
 
 
 def test_a_node_that_does_not_answer_is_a_red_line() -> None:
-    found = judgement.silent("nodes", {"a": facts(), "b": NoAnswerError("no answer within 3 s"), "c": OSError("gone")})
-    assert [one.result for one in found] == ["b: no answer within 3 s", "c: OSError: gone"]
-    assert all(one.status == "failed" and one.remedy for one in found)
+    result = judgement.silent("nodes", {"a": facts(), "b": NoAnswerError("no answer within 3 s"), "c": OSError("gone")})
+    assert [one.result for one in result] == ["b: no answer within 3 s", "c: OSError: gone"]
+    assert all(one.status == "failed" and one.remedy for one in result)

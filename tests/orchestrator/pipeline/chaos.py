@@ -1,7 +1,7 @@
 """One search under a seeded schedule of kills: the driver, workers, nodes, the MLflow server, the disk.
 
-A Ray cluster of its own stands through all of it: a head without CPUs, and a node that is killed and replaced. The
-driver is a process of its own, as `ray job submit` starts one, and is started again with `--resume` when it is gone.
+A separate Ray cluster runs through all of it: a head without CPUs, and a node that is killed and replaced. The driver
+is a separate process, as `ray job submit` starts one, and is started again with `--resume` when it has ended.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from orchestrator.storage.mirror import working_folder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MARK = "HEADFOLD_CHAOS"
-"""A variable in the environment of every process of a run, by which what is left of it is found."""
+"""A variable in the environment of every process of a run, by which its remaining processes are found."""
 KINDS = ("driver", "worker", "node", "mlflow", "disk")
 OF_RAY = ("_AutoscalingCoordinatorActor",)
-"""What Ray Train starts once a cluster and leaves there [2.60]."""
+"""Processes that Ray Train starts once per cluster and leaves there [2.60]."""
 MORE_KINDS = (*KINDS, "terminate", "interrupt", "trial", "drain", "notice")
 AT_AN_ADDRESS = ("refill", "stale", "overtaken")
-"""What happens to the working folder of an address, and to the lock in it."""
+"""Faults of the working folder of an address, and of the lock in it."""
 WAIT = float(os.environ.get("HEADFOLD_CHAOS_PATIENCE", "1200"))
 """Seconds that any one thing may take on a machine that does other things too."""
 
@@ -69,15 +69,15 @@ print(json.dumps(left))
 
 def wait_for(what: str, condition: Callable[[], Any], patience: float = WAIT) -> Any:
     deadline = time.monotonic() + patience
-    while not (found := condition()):
+    while not (result := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not happen within {patience:.0f} s")
         time.sleep(0.1)
-    return found
+    return result
 
 
 class Nodes:
-    """A head without CPUs and one node with one CPU, in a folder of their own; or all on one, where none is killed.
+    """A head without CPUs and one node with one CPU, in a separate folder; or all on one, where none is killed.
 
     Nodes on one machine share the folder that Ray unpacks a job's files into, and take it from each other.
     """
@@ -85,11 +85,11 @@ class Nodes:
     def __init__(self, mark: str, one: bool, preemptions: bool) -> None:
         from local_cluster import local_cluster
 
-        self.folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
+        self.folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: paths of sockets are limited
         settings = self._settings(mark) | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": str(int(preemptions))}
         self._before = {key: os.environ.get(key) for key in (*settings, DASHBOARD)}
         os.environ.update(settings)
-        os.environ.pop(DASHBOARD, None)  # other tests' Ray is not to be asked
+        os.environ.pop(DASHBOARD, None)  # that of other tests' Ray must not be used
         self.dashboard = free_port()
         head = {"num_cpus": int(one), "include_dashboard": True, "dashboard_host": "127.0.0.1", "temp_dir": self.folder}
         head |= {"dashboard_port": self.dashboard, "dashboard_agent_listen_port": free_port()}
@@ -100,7 +100,7 @@ class Nodes:
         self.node = None if one else self._new_node()
 
     def _new_node(self) -> Any:
-        """A node with a metadata server of its own, as a cloud's machine has one."""
+        """A node with a separate metadata server, as a cloud's machine has one."""
         if self.metadata is not None:
             self.metadata.close()
         self.metadata = MetadataServer("EC2")
@@ -110,7 +110,7 @@ class Nodes:
         return {
             MARK: mark,
             "RAY_AUTH_MODE": "disabled",
-            "RAY_worker_niceness": "0",  # else whatever other tests do comes first, and the search starves
+            "RAY_worker_niceness": "0",  # otherwise other tests' processes come first, and the search starves
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_failure_threshold": "5",
@@ -128,7 +128,7 @@ class Nodes:
         """Have the node's metadata server announce its end, bring another, and take it away then."""
         assert self.metadata is not None
         self.metadata.announce(seconds)
-        time.sleep(seconds / 2)  # it is asked every other second
+        time.sleep(seconds / 2)  # it is polled every other second
         leaving, self.node = self.node, self._new_node()
         time.sleep(seconds / 2)
         self.cluster.remove_node(leaving, allow_graceful=False)
@@ -144,17 +144,17 @@ class Nodes:
         self.cluster.remove_node(leaving, allow_graceful=False)
 
     def leftovers(self) -> list[str]:
-        """Placement groups that are held and actors that live, when nothing runs."""
-        # In a process of its own: this one may be connected to another Ray, that of other tests
-        told = subprocess.run(
+        """Placement groups and actors that are alive, when nothing runs."""
+        # In a separate process: this one may be connected to another Ray, that of other tests
+        process = subprocess.run(
             [sys.executable, "-c", LEFTOVERS, self.cluster.address, *OF_RAY],
             capture_output=True,
             text=True,
             check=False,
             timeout=300,
         )
-        assert told.returncode == 0, told.stderr
-        return last_json(told.stdout)
+        assert process.returncode == 0, process.stderr
+        return last_json(process.stdout)
 
     def close(self) -> None:
         """Idempotent."""
@@ -212,7 +212,7 @@ class Server:
 
 
 class Disk:
-    """A storage that can be full: a small tmpfs of its own, or, without the right to mount one, a limit on the size of
+    """A storage that can be full: a small separate tmpfs, or, without the right to mount one, a limit on the size of
     the driver's files, which fails the journal in the same way."""
 
     def __init__(self, folder: Path, megabytes: int) -> None:
@@ -267,19 +267,19 @@ class Arena:
         self.config, self.token = folder / "search.yaml", f"hunter2-{uuid.uuid4().hex}"
         self.driver: subprocess.Popen[bytes] | None = None
         self.starts = 0
-        with contextlib.ExitStack() as made:
-            made.callback(self.disk.close)
+        with contextlib.ExitStack() as created:
+            created.callback(self.disk.close)
             self.server = Server(folder / "mlflow", empty_store, self.mark)
-            made.callback(self.server.kill)
+            created.callback(self.server.kill)
             self.nodes = Nodes(self.mark, **nodes)
-            made.pop_all()  # all of it stands: `close` ends it
+            created.pop_all()  # all of it stands: `close` ends it
         record = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text())
         record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{self.token}@")}
         self.config.write_text(yaml.safe_dump(record))
 
     @contextlib.contextmanager
     def beside(self, name: str, *changes: str) -> Iterator[Arena]:
-        """Another search on the same cluster and server, with an experiment and temporary files of its own."""
+        """Another search on the same cluster and server, with a separate experiment and temporary files."""
         other = copy.copy(self)
         other.name = other.experiment = name
         other.settings = [*self.settings, *changes, f"name={name}", f"tracking.experiment={name}"]
@@ -336,7 +336,7 @@ class Arena:
 
     @property
     def _command(self) -> list[str]:
-        """Where the working folder is the repository, or Ray's copy of it."""
+        """The parent of the working folder, the repository or Ray's copy of it."""
         own = [f"storage={self.address or self.storage}", "--json", str(self.outcome_file)]
         return ["orchestrator/main.py", "search", str(self.config), *self.settings, *own]
 
@@ -367,17 +367,17 @@ class Arena:
 
     def processes(self, *names: str) -> list[psutil.Process]:
         """Processes of this run whose title has one of `names`; all without."""
-        found = []
+        result = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 own = f"{MARK}={self.mark}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
                 title = " ".join(process.cmdline())
                 if own and process.status() != psutil.STATUS_ZOMBIE and (not names or any(n in title for n in names)):
-                    found.append(process)
-        return found
+                    result.append(process)
+        return result
 
     def close(self) -> list[str]:
-        """End everything; returns what processes are left."""
+        """End everything; return the processes that remain."""
         if self.running:
             self.kill_driver(signal.SIGKILL)
         self.server.kill()
@@ -389,9 +389,9 @@ class Arena:
         # A worker that waits for the head looks for it for 60 s (gcs_rpc_server_reconnect_timeout_s) before it ends
         with contextlib.suppress(TimeoutError):
             wait_for("the end of all processes", none_left, 180)
-        left = [" ".join(p.cmdline()) for p in self.processes()]
+        remaining = [" ".join(p.cmdline()) for p in self.processes()]
         self.disk.close()
-        return left
+        return remaining
 
 
 @contextlib.contextmanager
@@ -405,27 +405,27 @@ def arena(
     preemptions: bool = False,
     address: str | None = None,
 ) -> Iterator[Arena]:
-    """`megabytes`: of the storage, if it is a disk of its own; `preemptions`: whether Ray Train looks for notices;
+    """`megabytes`: of the storage, if it is a separate disk; `preemptions`: whether Ray Train looks for notices;
     `address`: of the storage."""
-    made = Arena(folder, empty_store, settings, megabytes, address, one=one_node, preemptions=preemptions)
+    created = Arena(folder, empty_store, settings, megabytes, address, one=one_node, preemptions=preemptions)
     try:
-        yield made
+        yield created
     finally:
-        left = made.close()
-        assert not left, f"left running: {left}"
+        remaining = created.close()
+        assert not remaining, f"left running: {remaining}"
 
 
 def schedule(seed: int, kills: int) -> list[tuple[str, float]]:
-    """What is killed, each kind as often as the others, and how long after something has happened."""
+    """Targets of the kills, each kind as often as the others, and the delays after events."""
     generator = random.Random(seed)
     kinds = KINDS if kills <= len(KINDS) else MORE_KINDS
-    found = [kinds[index % len(kinds)] for index in range(kills)]
-    generator.shuffle(found)
-    return [(kind, 4 * generator.random()) for kind in found]
+    result = [kinds[index % len(kinds)] for index in range(kills)]
+    generator.shuffle(result)
+    return [(kind, 4 * generator.random()) for kind in result]
 
 
 class Killer:
-    """Carries out a schedule over a search until it ends. `done`: kills by kind; `told`: what happened, in words."""
+    """Runs a schedule over a search until it ends. `done`: kills by kind; `told`: the events, in words."""
 
     def __init__(self, place: Arena) -> None:
         self.place, self.done, self.told = place, Counter[str](), list[str]()
@@ -475,7 +475,7 @@ class Killer:
         self.place.kill_driver(signal.SIGKILL)
 
     def _terminate(self) -> None:
-        """As `ray job stop` does."""
+        """End the driver as `ray job stop` does."""
         self.place.kill_driver(signal.SIGTERM, signal.SIGKILL)
 
     def _interrupt(self) -> None:
@@ -489,9 +489,9 @@ class Killer:
 
     def _kill_one(self, *names: str) -> None:
         with contextlib.suppress(TimeoutError):
-            found = wait_for("a process to kill", lambda: self.place.processes(*names) or not self.place.running, 120)
-            if found is not True:
-                found[0].kill()
+            result = wait_for("a process to kill", lambda: self.place.processes(*names) or not self.place.running, 120)
+            if result is not True:
+                result[0].kill()
 
     def _refill(self) -> None:
         """The head is lost with its disk; another one has the address alone."""
@@ -506,7 +506,7 @@ class Killer:
         wait_for("the end of the working folder", gone)
 
     def _stale(self) -> None:
-        """The head is replaced by one with a disk of its own, then comes back with what it had."""
+        """The head is replaced by one with a new disk, then comes back with its old one."""
         place, kept = self.place, self.place.storage.with_name("stale")
         self._interrupt()
         place.storage.rename(kept)

@@ -1,9 +1,9 @@
 """A search shaped for GPUs on a cluster that has none: Ray's own autoscaler and its provider of nodes on one machine.
 
 The node types are those of `cluster.yaml`, from zero; their GPUs are numbers that Ray counts (`train.device=cpu`).
-`python gpu_cloud.py FOLDER '{"node": NTH REPORT, "drain": NTH REPORT}' SETTING...` carries out a search on it, takes
-away nodes on the way, and prints what happened as one JSON object. With `"monitor": 0` the autoscaler's process ends
-before the search begins.
+`python gpu_cloud.py FOLDER '{"node": NTH REPORT, "drain": NTH REPORT}' SETTING...` runs a search on it, takes away
+nodes meanwhile, and prints the events as one JSON object. With `"monitor": 0` the autoscaler's process ends before the
+search begins.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def autoscaling(address: str) -> tuple[dict[str, Any], float]:
     types = written["available_node_types"]
     head = types.pop(written["head_node_type"])["resources"]
     nodes = {name: {k: t[k] for k in ("resources", "min_workers", "max_workers")} for name, t in types.items()}
-    # Its commands and files are for machines of their own
+    # Its commands and files are for separate machines
     config = {key: type(value)() for key, value in written.items() if isinstance(value, (list, dict))}
     config |= {"worker_setup_commands": [], "cluster_synced_files": [], "file_mounts_sync_continuously": False}
     config |= {key: written[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes", "upscaling_speed")}
-    # As one of Ray's own providers it would want a file that Ray's package does not hold [2.60]
+    # As one of Ray's own providers it would need a file that Ray's package does not contain [2.60]
     provider = {"type": "external", "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}"}
     provider |= {"gcs_address": address, "launch_multiple": True, "head_node_id": HEAD}
     config |= {"provider": provider | {"disable_node_updaters": True, "disable_launch_config_check": True}}
@@ -130,7 +130,7 @@ class Cloud:
         return [n["NodeID"] for n in ray.nodes() if n["Alive"] and self.kinds[n["NodeID"]] == kind]
 
     def kill(self, node: str) -> None:
-        """As a machine is lost: its raylet, and all that it had started."""
+        """Lose a machine: its raylet, and all processes that it had started."""
         for process in marked():
             if "raylet" in process.name() and f"--node-id={node}" in " ".join(process.cmdline()):
                 for child in [*process.children(recursive=True), process]:
@@ -150,13 +150,13 @@ class Cloud:
 
 
 def marked() -> list[psutil.Process]:
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             mark = f"{MARK}={os.environ[MARK]}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
             if mark and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 def end_monitor() -> None:
@@ -169,14 +169,14 @@ def end_monitor() -> None:
 
 @contextlib.contextmanager
 def cloud() -> Iterator[Cloud]:
-    folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: sockets lie in it
+    folder = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")  # short: paths of sockets are limited
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
     os.environ.update(SETTINGS, **{MARK: folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
     try:
-        made = Cloud(folder)
-        os.environ[DASHBOARD] = f"http://127.0.0.1:{made.dashboard}"
-        ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
-        yield made
+        created = Cloud(folder)
+        os.environ[DASHBOARD] = f"http://127.0.0.1:{created.dashboard}"
+        ray.init(address=created.address, logging_level="ERROR", log_to_driver=False)
+        yield created
     finally:
         ray.shutdown()
         for process in marked():
@@ -190,13 +190,13 @@ def reports(journal: Path) -> int:
 
 
 def misplaced(made: Cloud) -> list[str]:
-    """Tasks and actors that ran on other accelerators than those they had asked for."""
+    """Tasks and actors that ran on other accelerators than the requested ones."""
     wrong = []
     tasks: list[Any] = list_tasks(limit=10_000, detail=True)
     processes: list[Any] = list_actors(limit=10_000, detail=True)
-    asked = [(t.name, t.required_resources or {}, t.node_id) for t in tasks]
-    asked += [(a.class_name, a.required_resources or {}, a.node_id) for a in processes]
-    placed = [(name, needs, made.kinds.get(str(node))) for name, needs, node in asked if node]
+    requested = [(t.name, t.required_resources or {}, t.node_id) for t in tasks]
+    requested += [(a.class_name, a.required_resources or {}, a.node_id) for a in processes]
+    placed = [(name, needs, made.kinds.get(str(node))) for name, needs, node in requested if node]
     for name, needs, kind in placed:
         if of_type(needs) not in (None, kind):
             wrong.append(f"{name} asked for {of_type(needs)} and ran on {kind or 'the head'}")
@@ -206,29 +206,29 @@ def misplaced(made: Cloud) -> list[str]:
 def main(folder: Path, losses: Mapping[str, int], settings: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, "-c", LARGE, "search", "configs/llama2-7b.yaml", *settings]
     command += [f"storage={folder / 'runs'}", "--json", str(folder / "outcome.json")]
-    with cloud() as made, (folder / "log").open("wb") as log:
-        out: dict[str, Any] = {"at_first": sorted(kind or "head" for kind in _kinds(made)), "trained_on": []}
+    with cloud() as created, (folder / "log").open("wb") as log:
+        out: dict[str, Any] = {"at_first": sorted(kind or "head" for kind in _kinds(created)), "trained_on": []}
         if "monitor" in losses:
             end_monitor()
-        own = os.environ | {"RAY_ADDRESS": made.address}
+        own = os.environ | {"RAY_ADDRESS": created.address}
         search = subprocess.Popen(command, cwd=REPOSITORY, env=own, stdout=log, stderr=log, start_new_session=True)
         journal, todo = folder / "runs" / "gpus" / "journal.jsonl", dict(losses)
         deadline = time.monotonic() + PATIENCE
         while search.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
-            there = made.busy("A100")
-            out["trained_on"] = sorted({*out["trained_on"], *(made.kinds[n] or "head" for n in there)})
-            if "node" in todo and reports(journal) >= todo["node"] and (planning := made.alive("A10G")):
-                made.kill(planning[0])
+            there = created.busy("A100")
+            out["trained_on"] = sorted({*out["trained_on"], *(created.kinds[n] or "head" for n in there)})
+            if "node" in todo and reports(journal) >= todo["node"] and (planning := created.alive("A10G")):
+                created.kill(planning[0])
                 out["killed"] = todo.pop("node")
             if "drain" in todo and reports(journal) >= todo["drain"] and there:
-                made.drain(there[0])
+                created.drain(there[0])
                 out["drained"] = todo.pop("drain")
         if search.poll() is None:
             os.killpg(search.pid, signal.SIGKILL)
-        out |= {"code": search.wait(), "misplaced": misplaced(made), "log": (folder / "log").read_text()}
-        out["nodes"] = {kind: list(made.kinds.values()).count(kind) for kind in ("A10G", "A100")}
-        out["gpus"] = total(cluster_nodes(), "GPU")  # whatever nodes are up
+        out |= {"code": search.wait(), "misplaced": misplaced(created), "log": (folder / "log").read_text()}
+        out["nodes"] = {kind: list(created.kinds.values()).count(kind) for kind in ("A10G", "A100")}
+        out["gpus"] = total(cluster_nodes(), "GPU")  # of all present nodes
     return out
 
 

@@ -23,8 +23,8 @@ def arms(*changes: str) -> dict[str, Recipe]:
 
 
 def test_no_two_arms_are_the_same() -> None:
-    found = arms()
-    assert len({recipe.digest for recipe in found.values()}) == len(found)
+    result = arms()
+    assert len({recipe.digest for recipe in result.values()}) == len(result)
 
 
 def test_the_seven_rows_of_table_1_of_jin_2024() -> None:
@@ -56,8 +56,8 @@ def test_a_new_head_and_one_of_the_group_differ_by_where_they_start_alone() -> N
 
 def test_dha_with_and_without_adaptive_transformation_fuse_alike() -> None:
     """DHA, Table 2: only the search phase, its groups and its budgets are left out."""
-    found = arms()
-    whole, plain = found["dha"], found["dha_not_adaptive"]
+    result = arms()
+    whole, plain = result["dha"], result["dha_not_adaptive"]
     assert whole.knobs("relaxation") == plain.knobs("relaxation")
     assert (plain.grouping, plain.allocation, plain.objective) == ("neighbour", "uniform", None)
     assert "fusion_distances" in whole.needs and "fusion_distances" not in plain.needs

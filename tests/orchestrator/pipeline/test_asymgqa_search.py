@@ -40,7 +40,7 @@ SMALL = [
     "rungs.steps=[0,1]",
     "promotion.enabled=false",
     *LITTLE,
-    "resources.max_concurrent=auto",  # chains beside each other
+    "resources.max_concurrent=auto",  # parallel chains
 ]
 
 
@@ -53,7 +53,7 @@ def measured_probes(folder: Path) -> list[TrialRecord]:
 
 
 def decisions(storage: Path, trials: list[TrialRecord], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What a searcher that was never interrupted suggests, if its probes have the losses that `trials` have."""
+    """The suggestions of a searcher that was never interrupted, if its probes have the losses that `trials` have."""
     monkeypatch.chdir(REPOSITORY)
     config = read_search_config("configs/demo.yaml", [*SMALL, f"storage={storage}"])
     prepared, folder = validate_search(config), SearchFolder(storage / "walk")

@@ -1,4 +1,4 @@
-"""Which changes of the configuration are another search, and which searches from before go on."""
+"""Changes of the configuration that make another search, and those with which an earlier search can be resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def changed(record: dict[str, Any], *changes: str) -> list[str]:
     return _changed_sections(folder, read_search_config(DEMO, list(changes)))
 
 
-def test_a_search_from_before_some_keys_goes_on() -> None:
+def test_a_search_from_before_some_keys_is_resumed() -> None:
     record = _config_record(read_search_config(DEMO, []))
     for name in ("document_mask", "compile"):
         del record["train"][name]

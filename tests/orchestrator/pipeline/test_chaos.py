@@ -1,9 +1,9 @@
-"""One calm real search, by what is found of it; and whatever is killed, a search ends as that one that was left alone.
+"""One undisturbed real search, by its records; and under any kills, a search ends with the same records.
 
-The calm search runs as a Ray job, by the real command line, against an MLflow server whose address has a token, with a
-learning rate that no optimiser can hold among its trials. `make test-all` kills the driver in a part of the same
-search on the same cluster, and nodes, workers and the rest on clusters of their own, `make chaos` at
-least twenty things in a larger search (HEADFOLD_CHAOS_KILLS, HEADFOLD_CHAOS_SEED).
+The undisturbed search runs as a Ray job, by the real command line, against an MLflow server whose address has a token,
+with a learning rate at which any optimiser diverges among its trials. `make test-all` kills the driver in a part of the
+same search on the same cluster, and nodes, workers and the rest on separate clusters, `make chaos` at least twenty
+processes in a larger search (HEADFOLD_CHAOS_KILLS, HEADFOLD_CHAOS_SEED).
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterato
     """The search left alone, what is to be compared of it, and what is gone with its cluster."""
     with arena(tmp_path_factory.mktemp("calm"), empty_store, SETTINGS, MEGABYTES, one_node=True) as place:
         refused = place.submit("refused", "search.kv_ratios=[2]", "name=refused")  # while the other runs
-        found = {"place": place, "job": as_a_job(place, "calm"), "refused": ended_job(place, refused)}
-        found |= {"leftovers": place.nodes.leftovers(), "files": len(list(Path(place.nodes.folder).rglob("*")))}
-        found["told"] = files_with(place.token, place.storage, place.server.folder, Path(place.nodes.folder))
-        yield found
+        result = {"place": place, "job": as_a_job(place, "calm"), "refused": ended_job(place, refused)}
+        result |= {"leftovers": place.nodes.leftovers(), "files": len(list(Path(place.nodes.folder).rglob("*")))}
+        result["told"] = files_with(place.token, place.storage, place.server.folder, Path(place.nodes.folder))
+        yield result
 
 
 def as_a_job(place: Arena, identity: str) -> dict[str, Any]:
@@ -107,32 +107,32 @@ def files_with(text: str, *folders: Path) -> list[str]:
 
 
 def summary(place: Arena, only: Collection[str] | None = None) -> dict[str, Any]:
-    """What a search has found of each of its candidates, or of `only` these: nothing of when and where."""
+    """The results of a search for each of its candidates, or of `only` these, without times and places."""
     events, outcome = read_events(place.journal), place.outcome
     promoted = outcome["promotion"].get("candidates", {}).values()
     named = {e["trial"]: json.dumps(e["config"], sort_keys=True) for e in events if e["event"] == TRIAL}
-    kept = {trial: name for trial, name in named.items() if only is None or name in only}
-    events = [event for event in events if event.get("trial") in kept]
+    stored = {trial: name for trial, name in named.items() if only is None or name in only}
+    events = [event for event in events if event.get("trial") in stored]
     return {
-        "trials": list(kept.values()),
+        "trials": list(stored.values()),
         "decisions": [
-            (kept[e["trial"]], e["result"]["rung"], e["result"]["loss"], e["decision"])
+            (stored[e["trial"]], e["result"]["rung"], e["result"]["loss"], e["decision"])
             for e in events
             if e["event"] == REPORT
         ],
-        "ends": [(kept[e["trial"]], e["error"]) for e in events if e["event"] == END],
+        "ends": [(stored[e["trial"]], e["error"]) for e in events if e["event"] == END],
         "front": [(named[t], loss_of(outcome, t)) for t in outcome["front"]],
         "promoted": sorted((named[c["trial_id"]], c["status"], c["loss"], c["baseline_loss"]) for c in promoted),
     }
 
 
 def loss_of(outcome: dict[str, Any], trial: str) -> float:
-    (found,) = [t for t in outcome["trials"] if t["trial_id"] == trial]
-    return found["rungs"][-1]["loss"]
+    (result,) = [t for t in outcome["trials"] if t["trial_id"] == trial]
+    return result["rungs"][-1]["loss"]
 
 
 def test_a_search_runs_as_a_job(calm: dict[str, Any]) -> None:
-    """Its log streams, and its exit code tells success or failure."""
+    """Its log streams, and its exit code shows success or failure."""
     job, refused = calm["job"], calm["refused"]
     assert job["seen"] == JobStatus.RUNNING, "the log came only after the job was over: " + job["log"]
     assert (job["status"], job["code"]) == (JobStatus.SUCCEEDED, 0)
@@ -142,20 +142,20 @@ def test_a_search_runs_as_a_job(calm: dict[str, Any]) -> None:
     assert calm["leftovers"] == []
 
 
-def test_a_token_in_the_tracking_address_is_told_nowhere(calm: dict[str, Any]) -> None:
+def test_a_token_in_the_tracking_address_is_reported_nowhere(calm: dict[str, Any]) -> None:
     """Not in the log, the search's folder, the MLflow server's, or Ray's."""
     place: Arena = calm["place"]
     assert "***@" in calm["job"]["log"], "the address is told, without its token"
     assert place.token not in calm["job"]["log"]
-    told, host = (place.search / "search.yaml").read_text(), place.server.address.removeprefix("http://")
-    assert host in told and "***@" in told
+    report, host = (place.search / "search.yaml").read_text(), place.server.address.removeprefix("http://")
+    assert host in report and "***@" in report
     names = {p.name for folder in (place.search, place.server.folder) for p in folder.rglob("*")}
     assert {"server.db", "report.html", "journal.jsonl"} <= names and calm["files"] > 10, "what is looked through"
     assert list(place.server.folder.rglob("report.html")), "the report is an artifact too"
     assert calm["told"] == []
 
 
-def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> None:
+def test_a_failing_trial_is_reported_and_the_others_continue(calm: dict[str, Any]) -> None:
     place: Arena = calm["place"]
     trials = load_trials(place.search)
     failed = {t.trial_id: t.error or "" for t in trials if t.status == FAILED}
@@ -164,7 +164,7 @@ def test_a_failing_trial_is_told_and_the_others_go_on(calm: dict[str, Any]) -> N
     assert all("Error" in error for error in failed.values())
     assert f"{len(failed)} of {len(trials)} trials failed" in calm["job"]["log"]
     assert all(error.split(":")[0] in calm["job"]["log"] for error in failed.values())
-    # A copy of a failed trial is told as failed; of its own it has no run that failed
+    # A copy of a failed trial is reported as failed; it has no run that failed
     own = {t.trial_id: t.error for t in read_history(place.journal).records.values() if t.status == FAILED}
     assert own and own.items() <= failed.items()
     assert {run.data.tags["trial_id"]: run.data.tags["error"] for run in mlflow_runs(place, "FAILED")} == own
@@ -211,9 +211,9 @@ def test_a_search_whose_driver_is_killed_ends_as_one_that_was_left_alone(calm: d
         killer = Killer(place)
         killer.run([("driver", 0.0)])
         assert killer.done == {"driver": 1} and place.starts == 2
-        found = summary(place)
-        assert len(found["trials"]) == 2 and len(found["decisions"]) == 4 and found["promoted"] == []
-        assert found == summary(calm["place"], found["trials"]) | {"promoted": []}
+        result = summary(place)
+        assert len(result["trials"]) == 2 and len(result["decisions"]) == 4 and result["promoted"] == []
+        assert result == summary(calm["place"], result["trials"]) | {"promoted": []}
         check_mlflow(place)
         assert unfinished_files(place) == []
         assert place.nodes.leftovers() == []
@@ -239,15 +239,15 @@ def test_a_search_under_kills_ends_as_one_that_was_left_alone(
     with arena(tmp_path / "chaos", empty_store, [*SETTINGS, *fewer], MEGABYTES, preemptions=notices) as place:
         killer = Killer(place)
         killer.run(kills)
-        told = json.dumps({"kills": killer.done, "starts of the driver": place.starts, "when": killer.told})
-        print(f"\nchaos, seed {SEED}: {told}; disk full by {'tmpfs' if place.disk.mounted else 'a file size limit'}")
+        report = json.dumps({"kills": killer.done, "starts of the driver": place.starts, "when": killer.told})
+        print(f"\nchaos, seed {SEED}: {report}; disk full by {'tmpfs' if place.disk.mounted else 'a file size limit'}")
         assert killer.done.total() == len(kills)
-        found = summary(place)
-        assert found == summary(calm["place"], found["trials"])
-        assert len(found["trials"]) >= 3
+        result = summary(place)
+        assert result == summary(calm["place"], result["trials"])
+        assert len(result["trials"]) >= 3
         check_mlflow(place)
         assert unfinished_files(place) == []
-        if "interrupt" in killer.done:  # Ctrl-C says how the search goes on
+        if "interrupt" in killer.done:  # Ctrl-C prints how to resume the search
             assert "interrupted" in place.log.read_text() and "--resume chaos" in place.log.read_text()
         assert place.nodes.leftovers() == []
 
@@ -268,16 +268,16 @@ def test_a_search_at_an_address_whose_machine_changes_ends_as_one_that_was_left_
         killer = Killer(place)
         killer.run([(kind, 0.5)])
         assert killer.done == {kind: 1}
-        found = summary(place)
-        assert len(found["trials"]) >= 3
-        assert found == summary(calm["place"], found["trials"])
+        result = summary(place)
+        assert len(result["trials"]) >= 3
+        assert result == summary(calm["place"], result["trials"])
         assert place.nodes.leftovers() == []
 
 
 def test_a_schedule_has_every_kind_equally_often() -> None:
     for count, kinds in ((5, KINDS), (30, MORE_KINDS)):
-        found = [kind for kind, _ in schedule(SEED, count)]
-        assert {kind: found.count(kind) for kind in kinds} == dict.fromkeys(kinds, count // len(kinds))
+        result = [kind for kind, _ in schedule(SEED, count)]
+        assert {kind: result.count(kind) for kind in kinds} == dict.fromkeys(kinds, count // len(kinds))
 
 
 def mlflow_runs(place: Arena, status: str) -> list[Any]:
@@ -300,13 +300,13 @@ def check_mlflow(place: Arena) -> None:
     assert sorted(run.data.tags["trial_id"] for run in trials) == sorted(records)
     for run in trials:
         points = tracker.client.get_metric_history(run.info.run_id, "eval_loss")
-        wanted = [(r["step"], r["loss"]) for r in records[run.data.tags["trial_id"]].rungs]
-        assert sorted((p.step, p.value) for p in points) == wanted
+        expected = [(r["step"], r["loss"]) for r in records[run.data.tags["trial_id"]].rungs]
+        assert sorted((p.step, p.value) for p in points) == expected
     kinds = sorted(run.data.tags["headfold.kind"] for run in children if run not in trials)
     assert kinds == (["promotion baseline", "promotion candidate"] if place.outcome["promotion"] else [])
 
 
 def unfinished_files(place: Arena) -> list[str]:
-    """Files of killed writers, in the search and among the temporary ones; Ray's own sessions lie elsewhere."""
+    """Files of killed writers, in the search and among the temporary ones; Ray's own sessions are elsewhere."""
     half = [p for p in place.search.rglob("*") if p.name.endswith((".new", ".old")) or p.name.startswith(".tmp")]
     return sorted(str(p) for p in [*half, *place.scratch.iterdir()])

@@ -20,19 +20,19 @@ CONFIGURATIONS = ("papers", "papers_200")
 def arms(name: str) -> dict[str, list[Candidate]]:
     config = read_search_config(ROOT / "configs" / f"{name}.yaml", [])
     geometry = geometry_of(AutoConfig.from_pretrained(ROOT / "examples" / "stdlib-llama"))
-    found: dict[str, list[Candidate]] = {}
+    result: dict[str, list[Candidate]] = {}
     for candidate in named_candidates(config, geometry):
-        found.setdefault(candidate.recipe.name, []).append(candidate)
-    return found
+        result.setdefault(candidate.recipe.name, []).append(candidate)
+    return result
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_every_conversion_of_the_papers_also_runs_with_the_local_fit(name: str) -> None:
-    found = arms(name)
-    refined = {arm.removesuffix("_refined") for arm in found if arm.endswith("_refined")}
+    result = arms(name)
+    refined = {arm.removesuffix("_refined") for arm in result if arm.endswith("_refined")}
     assert refined == ({"gqa", "asymgqa", "dha", "align"} if name == "papers" else {"gqa", "align"})
     for arm in refined:
-        plain, fitted = RECIPES[arm], found[f"{arm}_refined"][0].recipe
+        plain, fitted = RECIPES[arm], result[f"{arm}_refined"][0].recipe
         same = plain.with_changes(relaxation="none", refinement="fit_heal", settings=dict(fitted.settings))
         assert same.digest == fitted.digest, "nothing but fit, relaxation and settings differs"
         assert fitted.knobs("refinement") == RECIPES["headfold_gqa"].knobs("refinement"), "as ours is fitted"
@@ -59,17 +59,17 @@ def test_relaxations_have_the_rate_that_their_steps_need(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_adapters_and_masks_each_have_their_counterpart(name: str) -> None:
-    found = {arm: candidates[0].recipe for arm, candidates in arms(name).items()}
+    result = {arm: candidates[0].recipe for arm, candidates in arms(name).items()}
     for arm in ("gqa", "asymgqa"):
-        assert found[f"{arm}_lora"].conversion_choices == RECIPES[arm].conversion_choices
-        assert found[f"{arm}_lora"].recovery == "lora"
-    plain = found["align_plain"]
-    assert plain.conversion_choices == found["align"].conversion_choices
+        assert result[f"{arm}_lora"].conversion_choices == RECIPES[arm].conversion_choices
+        assert result[f"{arm}_lora"].recovery == "lora"
+    plain = result["align_plain"]
+    assert plain.conversion_choices == result["align"].conversion_choices
     assert plain.relaxation == "none" and "min_lr_ratio" not in plain.apply("recovery")
 
 
 def test_asymgqa_runs_with_the_paper_s_own_score_too() -> None:
-    found = arms("papers")
-    model, layer = found["asymgqa_model"][0].recipe, found["asymgqa"][0].recipe
+    result = arms("papers")
+    model, layer = result["asymgqa_model"][0].recipe, result["asymgqa"][0].recipe
     assert (model.objective, layer.objective) == ("model", "layer")
     assert model.with_changes(objective="layer").digest == layer.digest

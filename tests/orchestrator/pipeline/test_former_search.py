@@ -1,4 +1,4 @@
-"""A search that another checkout began and lost goes on with this one: what lies on disk is still understood.
+"""A search that an older checkout began and lost can be resumed by this one: its files on disk are still understood.
 
 `HEADFOLD_FORMER` names the other checkout, that of the last release for one:
 
@@ -47,14 +47,14 @@ REPORTS = 4
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    """What the journal tells of reports: trial, step and loss."""
+    """The reports in the journal: trial, step and loss."""
     if not (folder / "journal.jsonl").exists():
         return []
     events = [event for event in read_events(folder / "journal.jsonl") if event["event"] == REPORT]
     return [{"trial": e["trial"], "step": e["result"]["step"], "loss": e["result"]["loss"]} for e in events]
 
 
-def test_a_search_that_the_former_checkout_began_goes_on(tmp_path: Path) -> None:
+def test_a_search_that_the_former_checkout_began_is_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "former"
     first = start_search(tmp_path, SETTINGS, repository=Path(FORMER))
     deadline = time.monotonic() + 900

@@ -54,15 +54,15 @@ def test_a_search_for_gpus_runs_to_its_end_from_a_head_alone(
     command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps(losses), *LITTLE, *settings]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    told: dict[str, Any] = last_json(ended.stdout)
-    assert told["code"] == 0, told["log"][-6000:]
-    assert told["at_first"] == ["head"]
-    assert (told["misplaced"], told["trained_on"]) == ([], ["A100"])
-    assert "workers share 32 sequences" in told["log"]
-    assert told["gpus"] == 4 * 4 + 2 * 8  # as cluster.yaml says, however many of its nodes are up
-    assert told["nodes"]["A10G"] >= 1 + ("node" in losses)
-    assert told["nodes"]["A100"] >= 1 + ("drain" in losses)
-    assert {"killed": "node", "drained": "drain"}.keys() & told.keys() == ({"killed", "drained"} if losses else set())
+    report: dict[str, Any] = last_json(ended.stdout)
+    assert report["code"] == 0, report["log"][-6000:]
+    assert report["at_first"] == ["head"]
+    assert (report["misplaced"], report["trained_on"]) == ([], ["A100"])
+    assert "workers share 32 sequences" in report["log"]
+    assert report["gpus"] == 4 * 4 + 2 * 8  # as in cluster.yaml, however many of its nodes are up
+    assert report["nodes"]["A10G"] >= 1 + ("node" in losses)
+    assert report["nodes"]["A100"] >= 1 + ("drain" in losses)
+    assert {"killed": "node", "drained": "drain"}.keys() & report.keys() == ({"killed", "drained"} if losses else set())
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert {trial["status"] for trial in outcome["trials"]} == {"done"}
     if losses:
@@ -74,9 +74,9 @@ def test_an_autoscaler_whose_process_has_ended_is_named_as_the_cause(tmp_path: P
     command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps({"monitor": 0}), *LITTLE, *SHORT]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    told: dict[str, Any] = last_json(ended.stdout)
-    assert told["code"] == 2, told["log"][-6000:]
-    message = told["log"].splitlines()[-1]
+    report: dict[str, Any] = last_json(ended.stdout)
+    assert report["code"] == 2, report["log"][-6000:]
+    message = report["log"].splitlines()[-1]
     assert "headfold: the cluster's autoscaler is not running: its process on the head node" in message
     assert "/logs/monitor.log; restart it with `ray up --restart-only`" in message
     assert "On the nodes that are there: resources.accelerator_type: no node has 'A100'" in message

@@ -50,28 +50,28 @@ def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> N
         TrainSettings.model_validate(chosen.apply("recovery") | {"learning_rate": candidate.learning_rate})
         for axis in AXES:
             seen.setdefault(axis, set()).add(getattr(chosen, axis))
-    for axis, found in seen.items():
-        assert found - {None} >= set(AXES[axis].names()) - AXES_LEFT_OUT.get(axis, set()), axis
+    for axis, result in seen.items():
+        assert result - {None} >= set(AXES[axis].names()) - AXES_LEFT_OUT.get(axis, set()), axis
 
 
 @pytest.mark.heavy
 def test_optuna_proposes_what_can_be(problem: SearchProblem) -> None:
-    """Told results that favour one axis, the estimator goes on proposing valid candidates, without repeating itself."""
+    """With results that favour one axis, the estimator still proposes valid candidates, without repetitions."""
     searcher = SEARCHERS.get("optuna")(problem)
-    geometry, found = problem.space.joint.geometry, []
+    geometry, result = problem.space.joint.geometry, []
     assert geometry is not None
     for number in range(problem.total):
         config = searcher.suggest(str(number))
         candidate = Candidate.from_config(config)
         check_budget(candidate.recipe, candidate.kv_ratio, geometry)
-        found.append(candidate)
+        result.append(candidate)
         loss = 3.0 - candidate.kv_ratio - 0.5 * (candidate.recipe.fusion == "least_squares")
         searcher.on_trial_complete(str(number), {"loss": loss, "kv_bytes_per_token": int(8192 * candidate.kv_ratio)})
-    assert len({candidate.key for candidate in found}) == len(found)
-    assert {candidate.recipe.relaxation for candidate in found} > {"none"}
+    assert len({candidate.key for candidate in result}) == len(result)
+    assert {candidate.recipe.relaxation for candidate in result} > {"none"}
 
 
-def test_a_variation_is_a_valid_point_beside_another(problem: SearchProblem) -> None:
+def test_a_variation_is_a_valid_point_next_to_another(problem: SearchProblem) -> None:
     space, generator = problem.space, np.random.default_rng(3)
     for _ in range(30):
         point = space.sample(generator)

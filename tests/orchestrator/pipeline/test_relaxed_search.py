@@ -74,7 +74,7 @@ def test_a_relaxation_takes_its_share_of_the_steps(
         assert job.settings.rate(100, 100) == 0  # sec. 4.1: the cosine ends at 0
 
 
-def test_a_fusion_stage_of_its_own(context: TrialContext, tmp_path: Path, demo_model) -> None:
+def test_a_separate_fusion_stage(context: TrialContext, tmp_path: Path, demo_model) -> None:
     """DHA, sec. 5.1 and Table 4: steps, batch, rate and schedule of the fusion stage, not the recovery's."""
     own = {"steps": 40, "batch_size": 2, "learning_rate": 2e-4, "own_schedule": True, "rate": 0.05}
     chosen = recipe("dha", **{f"relaxation.{name}": value for name, value in own.items()})
@@ -95,14 +95,14 @@ def test_a_fusion_stage_of_its_own(context: TrialContext, tmp_path: Path, demo_m
         context.relaxation_steps(recipe("dha", **{"relaxation.steps": 100}))
 
 
-def test_stages_are_grouped_anew_if_asked(context: TrialContext, tmp_path: Path, demo_model) -> None:
+def test_stages_are_grouped_anew_if_requested(context: TrialContext, tmp_path: Path, demo_model) -> None:
     chosen = recipe("dha", **{"relaxation.halving": True, "relaxation.regroup_steps": 7})
     spec = relaxation_spec(chosen, planned("dha", demo_model), 20)
     assert (len(spec.plans), spec.steps, spec.regroup_steps) == (2, 10, 7)  # groups of four: 2x, 4x
 
 
 def test_a_relaxation_may_take_all_steps(context: TrialContext, tmp_path: Path, demo_model) -> None:
-    """The paper's PostShare: pull, then share, and that is the model. With less than all, one step at least is left."""
+    """The paper's PostShare: pull, then share, without further training. Below 1, at least one step remains."""
     (tmp_path / "plan.json").write_text(planned("postshare", demo_model))
     for fraction, taken, milestones in ((1.0, 100, (0,)), (0.999, 99, (1,))):
         chosen = recipe("postshare", **{"relaxation.fraction": fraction})
@@ -127,7 +127,7 @@ def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_mo
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 @pytest.mark.parametrize("alignment", ["none", "procrustes"])
 def test_a_relaxation_starts_from_the_checkpoint(family: str, alignment: str, tiny_model) -> None:
-    """Turned heads, each with keys and values of its own, and the logits of the checkpoint."""
+    """Turned heads, each with separate keys and values, and the logits of the checkpoint."""
     from attention.calibration.calibrate import calibrate
 
     model = tiny_model(family)
@@ -142,7 +142,7 @@ def test_a_relaxation_starts_from_the_checkpoint(family: str, alignment: str, ti
         torch.testing.assert_close(start(tokens).logits, model(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialContext, tmp_path: Path) -> None:
+def test_search_phases_are_distinguished_by_all_that_they_rest_on(context: TrialContext, tmp_path: Path) -> None:
     candidate = Candidate(recipe("dha"), 0.25, 1e-3)
     first = context.search_phase(candidate)
     assert first is not None and first == context.search_phase(candidate)
@@ -153,16 +153,16 @@ def test_search_phases_are_told_apart_by_all_that_they_rest_on(context: TrialCon
         dataclasses.replace(context, train_file="/text/other").search_phase(candidate),
     ]
     assert len({phase.file(tmp_path) for phase in (first, *others) if phase}) == 4
-    found = {side: np.random.default_rng(0).random((2, 4, 4), dtype=np.float32) for side in ("key", "value")}
-    dha_distances.write(found, first.file(tmp_path))
+    result = {side: np.random.default_rng(0).random((2, 4, 4), dtype=np.float32) for side in ("key", "value")}
+    dha_distances.write(result, first.file(tmp_path))
     for side, distance in dha_distances.read(first.file(tmp_path)).items():
-        np.testing.assert_array_equal(distance, found[side])
+        np.testing.assert_array_equal(distance, result[side])
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_dha_and_align_in_a_search(tmp_path: Path, demo_dir: Path) -> None:
-    """Search phase, relaxation, recovery over the rungs, and a promotion that goes on behind the relaxation."""
+    """Search phase, relaxation, recovery over the rungs, and a promotion that continues after the relaxation."""
     recipes = [
         {"recipe": "dha", "params": {"objective.steps": 2}},
         {"recipe": "align", "label": "masked", "params": {"relaxation.fraction": 0.34}},

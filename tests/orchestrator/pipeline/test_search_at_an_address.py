@@ -1,4 +1,4 @@
-"""A search whose storage is a bucket: workers keep training checkpoints there, and a promotion goes on from them."""
+"""A search whose storage is a bucket: workers store training checkpoints there, and a promotion resumes from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainers.jobs.curve import read_curve
 
 
 @pytest.mark.extended
-def test_checkpoints_lie_in_the_bucket_alone(tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_in_the_bucket_alone(tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path / "home"))
     ray.shutdown()  # workers of a Ray that is there would not know the credentials
     with bucket(monkeypatch) as address:
@@ -47,10 +47,10 @@ def test_checkpoints_lie_in_the_bucket_alone(tmp_path: Path, demo_dir: Path, mon
         assert not [p for p in folder.root.rglob("*") if p.name.startswith("checkpoint_") or p.suffix == ".pt"]
         (candidate,) = outcome.promotion["candidates"].values()
         assert candidate["status"] in ("promoted", "refused") and candidate["steps"] == 5, candidate
-        # It went on from the trial's checkpoint: a fresh optimiser would have begun with the trial's weights
+        # It resumed from the trial's checkpoint: a fresh optimiser would have begun with the trial's weights
         curve = read_curve(folder.train / f"promote-{candidate['trial_id']}-5")
         assert curve[0]["step"] == 3
-        # A new head, with nothing: what workers go on from is fetched by them and not by the driver
+        # A new, empty head: the checkpoint that workers resume from is fetched by them and not by the driver
         shutil.rmtree(folder.storage)
         with mirrored(address, folder.storage):
             assert load_trials(folder.root) and folder.address == address

@@ -14,7 +14,7 @@ from orchestrator.pipeline import _new_folder, _unended_search
 from orchestrator.storage.mirror import Mirror
 
 
-def test_it_goes_on_with_its_search_after_a_refill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_resumes_with_its_search_after_a_refill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two searches of its name have ended, the third was killed; files come back in the order of their names."""
     config = small_search(tmp_path / "model", tmp_path / "lost", name="demo")
     for ended in ({"ended": "done"}, {"ended": "done"}, {}):

@@ -36,18 +36,18 @@ def config(tmp_path: Path) -> SearchConfig:
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: Any) -> SearchFolder:
     """A search with two trials of 4 steps each: their weights are converted ones of a tiny model."""
-    found = SearchFolder.fresh(tmp_path / "runs", "small")
+    result = SearchFolder.fresh(tmp_path / "runs", "small")
     base = tiny_model("llama")
     checkpoint.save(base, tmp_path / "base")
     for name, layer in (("head", HALF), ("base", HALF), ("apart", APART)):
-        own = found.trial(name)
-        checkpoint.save(convert(base, plan(layer)), own / "trained")
-        (own / "plan.json").write_text(plan(layer).to_json())
+        trial_folder = result.trial(name)
+        checkpoint.save(convert(base, plan(layer)), trial_folder / "trained")
+        (trial_folder / "plan.json").write_text(plan(layer).to_json())
     write_sequences(torch.arange(48).reshape(3, 16) % 64, tmp_path / "eval")
-    write_json(found.original, {"loss": 2.0, "model": str(tmp_path / "base")})
-    write_json(found.state, {"parent_run": "none"})
-    found.snapshot.write_text("name: small\n")
-    return found
+    write_json(result.original, {"loss": 2.0, "model": str(tmp_path / "base")})
+    write_json(result.state, {"parent_run": "none"})
+    result.snapshot.write_text("name: small\n")
+    return result
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The front of a search in engine bytes: what is measured, how it is kept and shown."""
+"""The front of a search in engine bytes: its measurements, their storage and display."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_original_front_and_baseline_are_measured_once_in_every_format(
     assert point["loss_increase"] == pytest.approx(float((losses - exact).mean()), abs=1e-9)
     assert point["loss_increase_stderr"] == pytest.approx(float((losses - exact).std()) / 3**0.5, abs=1e-9)
 
-    kept = read_json(folder.engine_caches)["measurements"][context.model]
-    assert "blocks of 32" in kept["why_not"]["q8_0"], "heads that a format does not hold are left out with the reason"
+    stored = read_json(folder.engine_caches)["measurements"][context.model]
+    assert "blocks of 32" in stored["why_not"]["q8_0"], "heads that a format does not hold are left out with the reason"
     monkeypatch.setattr(engine_caches, "measure_formats", None)
     assert measure_engine_caches(session, trials) == points == read_cache_points(folder)
 
@@ -77,7 +77,7 @@ def test_a_model_that_cannot_be_measured_costs_no_search_its_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """And what was measured before it is kept."""
+    """Earlier measurements are reused."""
     trials = [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)]
     session, real = session_of(config, folder, context), engine_caches.measure_formats
 
@@ -127,10 +127,10 @@ def test_formats_follow_the_engine(config: SearchConfig) -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12))
 def test_the_front_is_what_nothing_beats(values: list[tuple[int, int]]) -> None:
     points: Any = [{"kv_bytes_per_token": size, "loss": loss} for size, loss in values]
-    found = [(p["kv_bytes_per_token"], p["loss"]) for p in engine_front(points)]
+    result = [(p["kv_bytes_per_token"], p["loss"]) for p in engine_front(points)]
     unbeaten = {
         (size, loss)
         for size, loss in values
         if not any(s <= size and x <= loss and (s, x) != (size, loss) for s, x in values)
     }
-    assert found == sorted(unbeaten)
+    assert result == sorted(unbeaten)

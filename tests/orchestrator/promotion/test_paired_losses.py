@@ -24,15 +24,15 @@ def test_its_standard_error_is_that_of_the_paired_differences() -> None:
     random = np.random.default_rng(0)
     hard = random.normal(3.0, 1.0, size=400)  # how hard a document is, for both
     above = random.normal(0.1, 0.05, size=400)
-    found = paired_bootstrap(of(hard + above), of(hard), np.random.default_rng(1))
+    result = paired_bootstrap(of(hard + above), of(hard), np.random.default_rng(1))
     expected = above.std() / math.sqrt(400)
-    assert found.mean == pytest.approx(above.mean())
-    assert found.standard_error == pytest.approx(expected, rel=0.1)
-    low, high = found.interval
-    assert low == pytest.approx(found.mean - 1.96 * expected, abs=expected / 3)
-    assert high == pytest.approx(found.mean + 1.96 * expected, abs=expected / 3)
+    assert result.mean == pytest.approx(above.mean())
+    assert result.standard_error == pytest.approx(expected, rel=0.1)
+    low, high = result.interval
+    assert low == pytest.approx(result.mean - 1.96 * expected, abs=expected / 3)
+    assert high == pytest.approx(result.mean + 1.96 * expected, abs=expected / 3)
     again = paired_bootstrap(of(hard + above), of(hard), np.random.default_rng(1))
-    assert again == found, "the generator alone decides"
+    assert again == result, "the generator alone decides"
 
 
 def test_documents_count_by_their_predictions_and_one_has_no_error() -> None:

@@ -22,17 +22,17 @@ pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
 def worse_with_training(folder: SearchFolder, name: str, recipe: str, losses: tuple[float, ...]) -> TrialRecord:
-    """A trial of 4 steps whose untrained conversion lies beside its trained weights, and its best rung too."""
-    own = folder.trial(name)
-    shutil.copytree(own / "trained", own / "converted")
-    found = trial(name, recipe, losses[-1])
-    found.rungs = [{"step": step, "loss": loss} for step, loss in zip((0, 2, 4), losses, strict=True)]
+    """A trial of 4 steps with its untrained conversion, its trained weights, and those of its best rung."""
+    trial_folder = folder.trial(name)
+    shutil.copytree(trial_folder / "trained", trial_folder / "converted")
+    result = trial(name, recipe, losses[-1])
+    result.rungs = [{"step": step, "loss": loss} for step, loss in zip((0, 2, 4), losses, strict=True)]
     best = min((2, 4), key=lambda step: losses[step // 2])
-    place = own / "trained" if best == 4 else own / "trained.best" / "step-000002"
+    place = trial_folder / "trained" if best == 4 else trial_folder / "trained.best" / "step-000002"
     if best == 2:
-        shutil.copytree(own / "trained", place)
-    found.rungs[-1] |= {"best_step": best, "best_loss": losses[best // 2], "best_kl": 0.1, "best_dir": str(place)}
-    return found
+        shutil.copytree(trial_folder / "trained", place)
+    result.rungs[-1] |= {"best_step": best, "best_loss": losses[best // 2], "best_kl": 0.1, "best_dir": str(place)}
+    return result
 
 
 @pytest.mark.usefixtures("no_training")
@@ -60,7 +60,7 @@ def test_the_best_measured_step_is_shipped(
     write_journal(folder.root, [head, base])
     state = promoted(config, context, folder, tracker, tracker.start("search"))
     (candidate,) = state["candidates"].values()
-    told = {
+    report = {
         "status": PROMOTED,
         "loss": min(losses),
         "best_step": best,
@@ -72,7 +72,7 @@ def test_the_best_measured_step_is_shipped(
         "original_loss": 2.0,
         "folder": str(folder.trial("head") / place),
     }
-    assert {key: candidate[key] for key in told} == told
+    assert {key: candidate[key] for key in report} == report
     assert candidate["checks"]["untrained_loss"] == losses[0] and candidate["lineage"]["data"]["steps"] == best
     run = tracker.client.get_run(candidate["run_id"])
     losses_told = ("untrained", "best", "last", "baseline", "original")
@@ -96,17 +96,17 @@ def test_what_is_worse_than_its_own_untrained_conversion_is_refused(
     assert "above the 2.0500 of the untrained conversion" in reason
 
 
-def test_of_a_relaxation_it_is_said_which_model_is_shipped(folder: SearchFolder) -> None:
-    own = folder.trial("head")
-    shutil.copytree(own / "trained", own / "converted")
-    shutil.copytree(own / "trained", folder.root / "collapsed")
+def test_of_a_relaxation_it_is_reported_which_model_is_shipped(folder: SearchFolder) -> None:
+    trial_folder = folder.trial("head")
+    shutil.copytree(trial_folder / "trained", trial_folder / "converted")
+    shutil.copytree(trial_folder / "trained", folder.root / "collapsed")
     relaxed = {"relaxation_steps": 2, "relaxed_dir": str(folder.root / "collapsed"), "collapsed_loss": 3.0}
     rungs = [{"step": 0, "loss": 2.5, "pooled": True}, {"step": 4, "loss": 2.6, **relaxed}]
-    found = trial("head", "dha", 2.6)
-    found.rungs = rungs
+    result = trial("head", "dha", 2.6)
+    result.rungs = rungs
 
     def best(reports: list[dict[str, Any]]) -> tuple[int, str, str]:
-        model = best_model(found, own, reports)
+        model = best_model(result, trial_folder, reports)
         assert model is not None
         return model.step, model.folder.name, model.what
 
@@ -119,6 +119,6 @@ def test_of_a_relaxation_it_is_said_which_model_is_shipped(folder: SearchFolder)
         "best_step": 6,
         "best_loss": 2.1,
         "best_kl": 0.1,
-        "best_dir": str(own / "trained"),
+        "best_dir": str(trial_folder / "trained"),
     }
     assert best([better]) == (6, "trained", "step 6")

@@ -1,4 +1,4 @@
-"""A promotion for an engine: the model in its format beside the checkpoint, loaded in llama.cpp by the gate."""
+"""A promotion for an engine: the model in its format next to the checkpoint, loaded in llama.cpp by the gate."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def layer(keys: int, values: int | None = None) -> LayerPlan:
 def examined(
     demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, target: str, *layers: LayerPlan
 ) -> GateResult:
-    """What the gate finds of the demo model with such layers; its loss is not looked at here."""
+    """The gate's result for the demo model with these layers; its loss does not matter here."""
     folder, plan = SearchFolder.fresh(tmp_path / "runs", "small"), AttentionPlan(layers, head_dim=32)
-    own = folder.trial("head")
-    checkpoint.save(convert(demo_model, plan), own / "trained")
-    (own / "plan.json").write_text(plan.to_json())
+    trial_folder = folder.trial("head")
+    checkpoint.save(convert(demo_model, plan), trial_folder / "trained")
+    (trial_folder / "plan.json").write_text(plan.to_json())
     write_sequences(torch.arange(48).reshape(3, 16), tmp_path / "eval")
     write_json(folder.original, {"loss": 2.0, "model": str(demo_dir)})
     config = parse_config(
@@ -47,12 +47,12 @@ def examined(
     shared |= {"eval_file": str(tmp_path / "eval"), "rungs": (0, 4), "dtype": "float32", "original_loss": 2.0}
     context = TrialContext(folder=str(folder.root), model=str(demo_dir), **shared)
     entry = PromotionEntry("head", "headfold_layers", 0.5, 4, status=TRAINED)
-    entry.trained = TrainedModel(str(own / "trained"), loss=2.1)
+    entry.trained = TrainedModel(str(trial_folder / "trained"), loss=2.1)
     entry.baseline = BaselineModel(None, 2.5, None)
     return examine(entry, config, folder, context)
 
 
-def test_counts_of_each_layer_s_own_are_held_by_llama_cpp(
+def test_counts_of_each_layer_s_own_are_supported_by_llama_cpp(
     demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path
 ) -> None:
     result = examined(demo_dir, demo_model, tmp_path, "llama.cpp", *map(layer, COUNTS))
@@ -60,14 +60,14 @@ def test_counts_of_each_layer_s_own_are_held_by_llama_cpp(
     seen = result.record
     assert seen.outcomes["engine"] == "passed"
     assert (seen.kv_bytes_per_token, seen.checks["engine_kv_heads"]) == (BYTES, list(COUNTS))
-    told = [seen.checks[f"engine_kv_bytes_per_token{end}"] for end in ("", "_promised")]
-    assert seen.checks["engine"] == "llama.cpp" and told[0] == told[1] > 0
+    report = [seen.checks[f"engine_kv_bytes_per_token{end}"] for end in ("", "_promised")]
+    assert seen.checks["engine"] == "llama.cpp" and report[0] == report[1] > 0
     served = Path(str(seen.served))
     assert json.loads((served / "export.json").read_text())["check"]["passed"]
     assert (served / "model.gguf").is_file() and not seen.plain
 
 
-def test_an_engine_that_is_not_there_is_told_and_its_folder_written(
+def test_an_engine_that_is_not_there_is_reported_and_its_folder_written(
     demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
@@ -92,13 +92,13 @@ def test_a_search_for_an_engine_refuses_what_does_not_go_there(
     def search(target: str, recipes: list[Any]) -> Any:
         section = {"target": target, "recipes": recipes, "kv_ratios": [0.5], "num_samples": 2}
         sizes = {split: {"tokens": 1280} for split in ("train", "eval", "calibration")}
-        given = {"name": "small", "model": {"path": str(demo_dir)}, "search": section, "storage": str(tmp_path)}
-        given["data"] = {"source": little_text, "sequence_length": 64, **sizes}
-        return validate_search(parse_config(given)).problem
+        settings = {"name": "small", "model": {"path": str(demo_dir)}, "search": section, "storage": str(tmp_path)}
+        settings["data"] = {"source": little_text, "sequence_length": 64, **sizes}
+        return validate_search(parse_config(settings)).problem
 
-    with pytest.raises(ConfigError, match="headfold: target vllm stores a key head with each value head") as told:
+    with pytest.raises(ConfigError, match="headfold: target vllm stores a key head with each value head") as caught:
         search("vllm", ["gqa", "headfold"])
-    assert "take another recipe (" in str(told.value) and "headfold_layers" in str(told.value)
+    assert "take another recipe (" in str(caught.value) and "headfold_layers" in str(caught.value)
     with pytest.raises(ConfigError, match="allocation must be uniform, got layerwise"):
         search("gqa", ["gqa", "headfold_layers"])
     changed = {"recipe": "asymgqa", "changes": {"together": True}}

@@ -99,7 +99,7 @@ def test_wide_heads_are_exported_as_the_stock_model_that_training_wrote(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"baseline_loss": 2.1}, "not below the baseline's 2.1"),
         ({"loss": 2.6}, "not below the baseline's 2.5"),
@@ -109,10 +109,10 @@ def test_wide_heads_are_exported_as_the_stock_model_that_training_wrote(
     ],
 )
 def test_what_is_not_better_than_the_baseline_is_refused(
-    config: SearchConfig, folder: SearchFolder, context: TrialContext, more: dict[str, Any], said: str
+    config: SearchConfig, folder: SearchFolder, context: TrialContext, more: dict[str, Any], message: str
 ) -> None:
     (reason,) = checked(entry(folder, **more), config, context, folder).reasons
-    assert said in reason
+    assert message in reason
 
 
 def test_the_margin_counts(config: SearchConfig, folder: SearchFolder, context: TrialContext) -> None:
@@ -153,7 +153,7 @@ def test_the_exact_export_of_a_deep_model_passes_and_a_tolerance_that_is_set_ove
     tiny_model: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whose logits in float32 are further apart than the fixed 1e-4 that was allowed before."""
+    """Logits in float32 that differ by more than the fixed 1e-4 of earlier versions."""
     layers = 32
     base = tiny_model("llama", num_hidden_layers=layers)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def third_text(context: TrialContext, tmp_path: Path) -> TrialContext:
 
 
 def disturbed(folder: SearchFolder, name: str, size: float) -> str:
-    """Weights of the trial `head` with noise on the output head, in a folder of their own."""
+    """Weights of the trial `head` with noise on the output head, in a separate folder."""
     model = checkpoint.load(folder.trial("head") / "trained")
     weight = model.get_output_embeddings().weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
@@ -235,10 +235,10 @@ def test_a_difference_within_its_error_is_refused_where_the_margin_asks_for_stan
     clear = with_baseline(entry(folder), disturbed(folder, "apart", 1.0), 2.5)
     section = config.promotion.model_copy(update={"margin_standard_errors": 30.0})
     strict = config.model_copy(update={"promotion": section})
-    found = checked(close, config, third_text, folder).record.checks
-    low, high = found["loss_difference_interval"]
-    assert low is not None and high is not None and low < found["loss_difference"] < high
-    assert found["loss_difference_stderr"] == pytest.approx((high - low) / 3.92, rel=0.2)
+    result = checked(close, config, third_text, folder).record.checks
+    low, high = result["loss_difference_interval"]
+    assert low is not None and high is not None and low < result["loss_difference"] < high
+    assert result["loss_difference_stderr"] == pytest.approx((high - low) / 3.92, rel=0.2)
     (reason,) = checked(close, strict, third_text, folder).reasons
     assert "30 standard errors" in reason
     section = config.promotion.model_copy(update={"margin_standard_errors": 2.0})

@@ -1,4 +1,4 @@
-"""What stands after a kill, or while the registry is away, and how the next run ends it, with a real store."""
+"""The state after a kill, or while the registry is away, and how the next run ends it, with a real store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from orchestrator.tracking.runs import Tracker
 pytestmark = pytest.mark.usefixtures("in_this_process", "no_training")
 
 
-def test_killed_in_the_gate_it_goes_on_from_the_trained_weights(
+def test_killed_in_the_gate_it_resumes_from_the_trained_weights(
     config: SearchConfig,
     context: TrialContext,
     folder: SearchFolder,
@@ -90,7 +90,7 @@ def test_a_run_that_a_kill_left_behind_is_taken_up_again(
     assert kinds == ["promotion baseline", "promotion candidate"]
 
 
-def test_a_registry_that_is_away_is_told_and_the_next_run_finishes(
+def test_a_registry_that_is_away_is_reported_and_the_next_run_finishes(
     config: SearchConfig,
     context: TrialContext,
     folder: SearchFolder,

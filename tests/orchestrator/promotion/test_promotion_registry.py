@@ -1,4 +1,4 @@
-"""What a promotion registers, with a real store; no cluster."""
+"""The versions that a promotion registers, with a real store; no cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainers.text.data import read_sequences
 pytestmark = pytest.mark.usefixtures("in_this_process", "no_training")
 
 
-def test_the_best_is_registered_with_its_evidence_and_the_rest_told(
+def test_the_best_is_registered_with_its_evidence_and_the_rest_reported(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, ended_search: str
 ) -> None:
     state = promoted(config, context, folder, tracker, ended_search)
@@ -82,7 +82,7 @@ def test_a_refused_candidate_is_kept_with_its_reasons_and_not_registered(
     assert Path(candidate["folder"]).is_dir()
 
 
-def test_a_version_tells_where_it_comes_from(
+def test_a_version_reports_where_it_comes_from(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, tmp_path: Path
 ) -> None:
     head = trial("head", "headfold", 2.2)
@@ -116,8 +116,8 @@ def test_a_version_tells_where_it_comes_from(
         "gate.logits": "passed",
     }
     assert {key: tags.get(key) for key in expected} == expected
-    beside = read_json(Path(candidate["exported"]) / "lineage.json")
-    assert beside["plan"]["digest"] == plan(HALF).digest and beside["promotion"]["run"] == candidate["run_id"]
+    shared = read_json(Path(candidate["exported"]) / "lineage.json")
+    assert shared["plan"]["digest"] == plan(HALF).digest and shared["promotion"]["run"] == candidate["run_id"]
     run = tracker.client.get_run(candidate["run_id"])
     assert {f.path for f in tracker.client.list_artifacts(candidate["run_id"])} == ARTIFACTS
     assert (run.data.tags["gate"], run.data.tags["version"]) == (PROMOTED, "1")

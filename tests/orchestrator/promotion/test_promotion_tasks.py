@@ -1,4 +1,4 @@
-"""Tasks of finalists: scores beside the original's, a gate that asks for them, metrics and an artifact in MLflow."""
+"""Tasks of finalists: scores of them and the original, a gate that requires them, metrics and an artifact in MLflow."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def promoted(
     context = TrialContext(folder=str(folder.root), model=str(demo_dir), **shared)
     rungs = [{"step": 0, "loss": 3.0}, {"step": 4, "loss": 2.2, "kl": 0.1}]
     records = [("head", "headfold", 2.2), ("base", "gqa", 2.9)]
-    made = [
+    created = [
         TrialRecord(
             name, recipe, 0.5, 1e-3, {}, status=DONE, rungs=[rungs[0], rungs[1] | {"loss": loss}], kv_bytes_per_token=1
         )
         for name, recipe, loss in records
     ]
-    write_journal(folder.root, made)
+    write_journal(folder.root, created)
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     tracker = Tracker.open(None, "tests", tmp_path)
     parent = parent_run(folder.root)
@@ -155,7 +155,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(tasks: Path, 
         check_tasks(parsed(tasks, demo_dir, max_task_drop=0.05), model)
 
 
-def test_text_and_long_contexts_of_a_finalist_stand_beside_the_others(
+def test_text_and_long_contexts_of_a_finalist_are_shown_with_the_others(
     tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
 ) -> None:
     more: dict[str, Any] = {"tasks": [], "prompts": ["def read_lines(path):"], "context_lengths": [64, 72]}
@@ -187,7 +187,7 @@ def test_the_gate_judges_recall() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"prompts": ["x = 1; " * 300]}, r"promotion.prompts: .*for this model"),
         ({"context_lengths": [1024]}, r"promotion.context lengths: must lie in .*512.*1024"),
@@ -195,11 +195,11 @@ def test_the_gate_judges_recall() -> None:
     ],
 )
 def test_what_the_model_or_the_text_does_not_reach_is_refused(
-    more: dict[str, Any], said: str, tasks: Path, demo_dir: Path
+    more: dict[str, Any], message: str, tasks: Path, demo_dir: Path
 ) -> None:
     config = parsed(tasks, demo_dir, **more)
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval": TextSection(tokens=2048)})})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_extras(config, checkpoints.open_checkpoint(demo_dir))
     with pytest.raises(ConfigError, match=r"max_recall_drop 0.1 needs context_lengths"):
         parse_config(parsed(tasks, demo_dir).model_dump() | {"promotion": {"max_recall_drop": 0.1}})

@@ -1,4 +1,4 @@
-"""How a trial goes on to train when it is promoted."""
+"""How the training of a trial is resumed when it is promoted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def training_of(
     best: dict[str, Any] | None = None,
     **section: Any,
 ) -> Training:
-    """The promotion of a trial of 4 steps to 10, with settings of its own."""
+    """The promotion of a trial of 4 steps to 10, with separate settings."""
     config = parse_config(config.model_dump() | {"promotion": {"steps": 6, "evaluations": 2, **section}})
     candidate = Candidate(recipe("headfold"), 0.5, 1e-3)
     write_json(folder.trial("head") / "recipe.json", candidate.config())
@@ -48,7 +48,7 @@ def training_of(
     return Training.of(record, 10, SearchSession(config, folder, context, mlflow, 1))
 
 
-def test_a_promotion_goes_on_from_the_trial_s_checkpoint_on_a_schedule_of_its_own(
+def test_a_promotion_resumes_from_the_trial_s_checkpoint_on_a_separate_schedule(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
 ) -> None:
     training = training_of(config, context, folder, tmp_path, train={"learning_rate": 1e-5}, checkpoint_steps=3)
@@ -76,7 +76,7 @@ def test_checkpoints_are_as_far_apart_as_those_of_trials_unless_it_says_otherwis
 
 
 @pytest.mark.parametrize(("workers", "shape"), [(4, (4, None)), ([2, 8], (8, 2))])
-def test_it_goes_on_from_the_checkpoint_on_other_workers_too(
+def test_it_resumes_from_the_checkpoint_on_other_workers_too(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path, workers: Any, shape: Any
 ) -> None:
     run = training_of(config, context, folder, tmp_path, train={"num_workers": workers}).run
@@ -102,7 +102,7 @@ def test_split_otherwise_it_starts_from_the_weights_and_reads_on(
     assert (job.train_file, job.first_sequence) == ("fresh.safetensors", 0)
 
 
-def test_a_stopped_trial_whose_checkpoint_is_gone_goes_on_from_its_best_weights(
+def test_a_stopped_trial_whose_checkpoint_is_gone_resumes_from_its_best_weights(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
 ) -> None:
     best = folder.trial("head") / "trained.best" / "step-000002"
@@ -116,12 +116,12 @@ def test_a_stopped_trial_whose_checkpoint_is_gone_goes_on_from_its_best_weights(
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "message"),
     [({"batch_size": 3, "num_workers": 2}, "batch_size must be a multiple"), ({"learning_rat": 1}, "learning_rat")],
 )
-def test_settings_of_a_promotion_are_checked(config: SearchConfig, train: dict[str, Any], said: str) -> None:
+def test_settings_of_a_promotion_are_checked(config: SearchConfig, train: dict[str, Any], message: str) -> None:
     changed = parse_config(config.model_dump() | {"promotion": {"train": train}})
-    with pytest.raises(ConfigError, match=f"promotion.train.*(?s:.*){said}"):
+    with pytest.raises(ConfigError, match=f"promotion.train.*(?s:.*){message}"):
         _ = changed.promotion_train
 
 

@@ -117,7 +117,7 @@ def test_engines_that_have_checked_it_are_a_table(half: Path, tmp_path: Path) ->
     assert "AutoModelForCausalLM" not in card
 
 
-def test_a_folder_with_code_of_its_own_says_so_and_our_own_format_too(
+def test_a_folder_with_bundled_code_says_so_and_our_own_format_too(
     tmp_path: Path,
     demo_model: PreTrainedModel,
     demo_dir: Path,
@@ -154,14 +154,14 @@ def test_names_of_a_base(tmp_path: Path) -> None:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """As much of the hub as an upload needs: makes a repository, takes a commit with all files in it."""
+    """The parts of the hub that an upload needs: creates a repository, takes a commit with all files in it."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.forget()
 
     def forget(self, refuses: int | None = None) -> None:
-        """As new; `refuses`: the status with which it answers everything."""
+        """A new hub; `refuses`: the status with which it answers everything."""
         self.refuses = refuses
         self.tokens: set[str | None] = set()
         self.files: dict[str, bytes] = {}
@@ -198,8 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.created = json.loads(body)
             self._answer({"url": f"{self.server.address}/me/quarter"})
         elif "/preupload/" in self.path:
-            asked = json.loads(body)["files"]
-            plain = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]
+            requested = json.loads(body)["files"]
+            plain = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in requested]
             self._answer({"files": plain})
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
@@ -265,7 +265,7 @@ def test_an_upload_carries_the_folder_without_what_names_this_machine(
     assert TOKEN not in ran.stdout + ran.stderr
 
 
-def test_a_refusal_is_told_without_the_token_and_the_export_stays(pushed: Any, tmp_path: Path, hub: FakeHub) -> None:
+def test_a_refusal_does_not_show_the_token_and_the_export_stays(pushed: Any, tmp_path: Path, hub: FakeHub) -> None:
     hub.forget(refuses=403)
     ran = pushed(tmp_path / "out", "--no-dry-run")
     assert ran.returncode == 1
@@ -274,12 +274,12 @@ def test_a_refusal_is_told_without_the_token_and_the_export_stays(pushed: Any, t
     assert checkpoint.intact(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "said"), [("quarter", "OWNER/NAME"), ("a/b/c", "no name"), ("me/--x", "no name")])
+@pytest.mark.parametrize(("name", "message"), [("quarter", "OWNER/NAME"), ("a/b/c", "no name"), ("me/--x", "no name")])
 def test_a_name_that_cannot_be_is_refused_before_anything_is_exported(
-    half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+    half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
 ) -> None:
     assert run_here("export", half, "--target", "gqa", "--out", tmp_path / "out", "--push", name) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -52,8 +52,8 @@ def test_a_row_by_hand() -> None:
 
 def test_an_arm_is_judged_at_its_best_objective_too() -> None:
     def learning(objective: str, loss: float, rate: float) -> TrialRecord:
-        made = trial("dha", 0, [5.0, 4.0, loss], rate=rate)
-        return replace(made, choices={"settings": {"recovery.distillation": objective}})
+        created = trial("dha", 0, [5.0, 4.0, loss], rate=rate)
+        return replace(created, choices={"settings": {"recovery.distillation": objective}})
 
     arm = [learning("none", 3.0, 1e-3), learning("kl", 2.9, 1e-3), learning("none", 2.95, 3e-3)]
     (row,) = compare_arms([*arm, trial("gqa", 0, [5.0, 4.0, 3.5])], BASE)[:1]
@@ -103,7 +103,7 @@ def test_each_rung_has_its_own_best_rate_and_the_curve_keeps_one() -> None:
         ({"status": records.RUNNING, "rungs": []}, "unfinished"),
     ],
 )
-def test_a_rate_without_all_of_its_seeds_is_not_chosen_but_told(broken: dict[str, Any], counted: str) -> None:
+def test_a_rate_without_all_of_its_seeds_is_not_chosen_but_reported(broken: dict[str, Any], counted: str) -> None:
     trials = two_rates()
     for name, value in broken.items():
         setattr(trials[4], name, value)
@@ -185,11 +185,11 @@ def test_losses_that_no_seed_changes_are_shown_without_a_spread() -> None:
     assert "2.500" in shown and "2.500 ±" not in shown and "2.400 ± 0.100" in shown
 
 
-def test_what_a_pull_has_left_of_the_distance_is_told() -> None:
+def test_what_a_pull_has_left_of_the_distance_is_reported() -> None:
     points = [{"step": 1, "train_loss": 3.0, "distance": 0.5}, {"step": 20, "train_loss": 2.5, "distance": 0.02}]
     pulled = trial("postshare", 0, [3.0, 2.9, 2.8], relaxation=points)
     rows = compare_arms([pulled, trial("gqa", 0, [3.0, 2.9, 2.8])], BASE)
-    left = {row["recipe"]: comparison.cells(row)[comparison.COMPARISON_COLUMNS.index("left")] for row in rows}
-    assert left == {"postshare": "0.02", "gqa": "-"}
+    remaining = {row["recipe"]: comparison.cells(row)[comparison.COMPARISON_COLUMNS.index("left")] for row in rows}
+    assert remaining == {"postshare": "0.02", "gqa": "-"}
     assert rows[0]["remaining_distance"] == {"mean": 0.02, "sd": None, "n": 1}
     assert "left: of the squared distance" in footnote(rows) and "left:" not in footnote(rows[1:])

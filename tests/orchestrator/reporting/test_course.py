@@ -1,4 +1,4 @@
-"""What a report tells of the course of a search, and the commands that make its points again."""
+"""The course of a search in a report, and the commands that make its points again."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ def trial(number: int, losses: list[float], budget: float = 0.25, **more: Any) -
 def test_agreement_is_that_of_the_ranks() -> None:
     finals = [2.0, 2.4, 2.1, 2.3, 2.2]  # ranks 1 5 2 4 3 where rung 0 says 1 2 3 4 5
     trials = [trial(i, [3.0 + i, last]) for i, last in enumerate(finals)]
-    trials += [trial(10 + i, [3.0 + i, 2.0 + i], 0.5) for i in range(3)]  # too few to tell
+    trials += [trial(10 + i, [3.0 + i, 2.0 + i], 0.5) for i in range(3)]  # too few for a figure
     trials.append(trial(20, [2.5], status=records.STOPPED))  # never trained: not among those compared
-    found = proxy_agreement(trials)
-    assert list(found) == [0.25]
+    result = proxy_agreement(trials)
+    assert list(result) == [0.25]
     # 1 - 6 sum(d^2) / (n (n^2 - 1)) with differences 0, 3, 1, 0, 2
-    assert found[0.25]["rho"] == pytest.approx(1 - 6 * 14 / (5 * 24))
-    assert found[0.25]["regret"] == 0.0
+    assert result[0.25]["rho"] == pytest.approx(1 - 6 * 14 / (5 * 24))
+    assert result[0.25]["regret"] == 0.0
     assert proxy_agreement([trial(i, [3.0 - i, 2.0 + i]) for i in range(4)])[0.25]["regret"] == pytest.approx(3.0)
     assert course.proxy_figure(trials) is not None
     assert course.proxy_figure(trials[-4:]) is None
 
 
 def test_a_pause_is_a_gap_in_the_timeline() -> None:
-    found = working_intervals(trial(0, [3.0, 2.5, 2.2]))
-    # rung 0: 5 s of planning; rung 1: 5 s of workers; rung 2: 5 more, though 30 s lie between the reports
-    assert found == [(995.0, 1000.0, 0), (1025.0, 1030.0, 8), (1055.0, 1060.0, 16)]
+    result = working_intervals(trial(0, [3.0, 2.5, 2.2]))
+    # rung 0: 5 s of planning; rung 1: 5 s of workers; rung 2: 5 more, though the reports are 30 s apart
+    assert result == [(995.0, 1000.0, 0), (1025.0, 1030.0, 8), (1055.0, 1060.0, 16)]
     assert working_intervals(TrialRecord("t", "gqa", 0.5, 1e-3, {}, rungs=[{"step": 0, "loss": 3.0}])) == []
     assert course.timeline_figure([trial(i, [3.0, 2.5]) for i in range(100)]) is not None
 
 
-def test_time_is_told_by_phase() -> None:
-    found = seconds_by_phase(trial(0, [3.0, 2.5, 2.2], seconds={"evaluate": 2.0, "plan": 3.0, "odd": 1.0}))
-    assert found == {"plan": 3.0, "evaluate": 2.0, "odd": 1.0, "train": 10.0}
-    assert list(found)[:2] == ["plan", "evaluate"]
+def test_time_is_reported_by_phase() -> None:
+    result = seconds_by_phase(trial(0, [3.0, 2.5, 2.2], seconds={"evaluate": 2.0, "plan": 3.0, "odd": 1.0}))
+    assert result == {"plan": 3.0, "evaluate": 2.0, "odd": 1.0, "train": 10.0}
+    assert list(result)[:2] == ["plan", "evaluate"]
     assert "train" not in seconds_by_phase(trial(0, [3.0]))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, demo_dir: Path) -> SearchFolder:
-    made = SearchFolder.fresh(tmp_path, "mine")
+    created = SearchFolder.fresh(tmp_path, "mine")
     config = {
         "name": "mine",
         "model": {"path": str(demo_dir)},
@@ -79,8 +79,8 @@ def folder(tmp_path: Path, demo_dir: Path) -> SearchFolder:
         },
         "rungs": {"steps": [0, 8]},
     }
-    made.snapshot.write_text(yaml.safe_dump(parse_config(config).model_dump(mode="json")))
-    return made
+    created.snapshot.write_text(yaml.safe_dump(parse_config(config).model_dump(mode="json")))
+    return created
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -101,11 +101,11 @@ def test_the_command_makes_the_same_candidate_again(name: str, folder: SearchFol
 
 
 def test_a_plan_of_the_searchers_own_has_no_command(folder: SearchFolder) -> None:
-    made = trial(1, [3.0], choices=recipe("asymgqa").to_dict(), calibration_loss=3.1)
-    assert command_of(made, str(folder.snapshot)) is None
+    calibration = trial(1, [3.0], choices=recipe("asymgqa").to_dict(), calibration_loss=3.1)
+    assert command_of(calibration, str(folder.snapshot)) is None
 
 
-def test_the_page_tells_the_course_and_how_to_repeat(folder: SearchFolder) -> None:
+def test_the_page_reports_the_course_and_how_to_repeat(folder: SearchFolder) -> None:
     trials = [trial(i, [3.0 + i, 2.0 + i / 10], choices=recipe("gqa").to_dict(), seed=0) for i in range(6)]
     trials[0].rungs[-1]["weights_digest"] = "feedbeef"
     trials[0].plan_digest = "0123abcd"

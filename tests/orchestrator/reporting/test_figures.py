@@ -50,7 +50,7 @@ def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
     ]  # increases, 2,048 then 4,096
     assert all(abs(x[0] / 2048 - 1) < 0.1 and abs(x[1] / 4096 - 1) < 0.1 for x, _ in drawn)
     assert drawn[0][0] != drawn[1][0]  # apart from each other
-    bars = [segment for made in axes.collections for segment in made.get_segments()]
+    bars = [segment for created in axes.collections for segment in created.get_segments()]
     assert sorted(float(bar[1][1] - bar[0][1]) for bar in bars) == pytest.approx([0.2] * 4)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2,048", "4,096"]
     assert [entry.get_text() for entry in figure.legends[0].get_texts()] == ["gqa", "dha"]
@@ -66,7 +66,7 @@ def test_an_arm_below_the_original_model_has_a_place_too() -> None:
     assert ticks[0.0] == "0" and ticks[-0.2] == "-0.2" and ticks[0.5] == "+0.5"
 
 
-def test_an_arm_that_stopped_early_is_hollow_and_said_to_be() -> None:
+def test_an_arm_that_stopped_early_is_hollow_and_labelled() -> None:
     trials = [*two_arms(), *(trial("mqa", s, {0: 9.0, 10: 8.0}, status=records.STOPPED) for s in range(3))]
     figure = comparison.bytes_figure(compare_arms(trials, BASE), BASE)
     hollow = [
@@ -172,13 +172,13 @@ def test_similarity_goes_from_raw_to_aligned_on_either_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "told"), [(0, "0"), (950, "950"), (409_600, "410k"), (1_500_000, "1.5M"), (2e9, "2G")]
+    ("count", "message"), [(0, "0"), (950, "950"), (409_600, "410k"), (1_500_000, "1.5M"), (2e9, "2G")]
 )
-def test_counts_in_short(count: float, told: str) -> None:
-    assert compact(count) == told
+def test_counts_in_short(count: float, message: str) -> None:
+    assert compact(count) == message
 
 
-def test_what_is_no_increase_has_a_place_of_its_own_and_its_number() -> None:
+def test_what_is_no_increase_has_a_separate_place_and_its_number() -> None:
     trials = [trial("gqa", 0, {0: 7.0, 40: 2.4}), trial("dha", 0, {0: 3.0, 40: 1.99}, 0.5)]
     promoted = [{"loss": 2.05, "kv_bytes_per_token": 2048, "recipe": "gqa"}]
     figure = search.front_figure(trials, BASE, promoted)

@@ -1,4 +1,4 @@
-"""Where a search stands, from its folder: on a terminal, as lines, as JSON."""
+"""The state of a search, from its folder: on a terminal, as lines, as JSON."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def trial(number: int, budget: float, losses: list[float], status: str, **more: 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SearchFolder:
-    made = SearchFolder.fresh(tmp_path, "mine")
-    write_journal(made.root)
-    made.snapshot.write_text(yaml.safe_dump(parse_config(CONFIG).model_dump(mode="json")))
-    write_json(made.state, {"started": "2026-01-01T12:00:00+00:00"})
-    write_json(made.original, {"loss": 2.0})
-    write_json(made.estimate, {"trials": 8, "cpu_hours": 2.0, "gpu_hours": 0.0})
-    return made
+    created = SearchFolder.fresh(tmp_path, "mine")
+    write_journal(created.root)
+    created.snapshot.write_text(yaml.safe_dump(parse_config(CONFIG).model_dump(mode="json")))
+    write_json(created.state, {"started": "2026-01-01T12:00:00+00:00"})
+    write_json(created.original, {"loss": 2.0})
+    write_json(created.estimate, {"trials": 8, "cpu_hours": 2.0, "gpu_hours": 0.0})
+    return created
 
 
 def started(folder: SearchFolder) -> None:

@@ -42,8 +42,8 @@ def pages(demo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     write_json(begun.promotion, {})
     for name, layers in (("inspection", 4), ("deep", 32)):
         (root / f"{name}.html").write_text(build_page(made_up_inspection(layers, 8)), encoding="utf-8")
-    found = {"report": write_report(search.root)["report"], "unfinished": write_report(begun.root)["report"]}
-    return {name: Path(found.get(name, root / f"{name}.html")) for name in PAGES}
+    result = {"report": write_report(search.root)["report"], "unfinished": write_report(begun.root)["report"]}
+    return {name: Path(result.get(name, root / f"{name}.html")) for name in PAGES}
 
 
 def opened(browser: Browser, file: Path, width: int, scheme: Any) -> Page:

@@ -1,4 +1,5 @@
-"""Promoted models: in which order they are told, what serves them, and whether what is told is so."""
+"""Promoted models: the order in which they are reported, the software that serves them, and whether the report is
+true."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def saved(
     ("kind", "servers"),
     [("uniform", {"vLLM", "llama.cpp"}), ("layers", {"vLLM", "llama.cpp"}), ("apart", set()), ("composed", set())],
 )
-def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers: set[str]) -> None:
+def test_the_reported_commands_can_be_run(saved: Saved, kind: str, servers: set[str]) -> None:
     model = saved(kind)
     ways = {way["engine"]: way for way in engine_services(model)}
     assert {name for name, way in ways.items() if "commands" in way} == servers | {"transformers"}
@@ -55,15 +56,17 @@ def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers:
         if "commands" not in way:
             continue
         verb, start = way["commands"] if way["target"] else ("", way["commands"][0])
-        if not verb:  # a stock folder, which is saved for plans that are one
+        if not verb:  # a stock folder, which is saved for stock plans
             assert kind == "uniform" and str(model) in start and "trust" not in start
             continue
         words = shlex.split(verb)
         assert words[:2] == ["headfold", "export"]
         options = dict(zip(words[3::2], words[4::2], strict=True))
-        made = export_checkpoint(words[2], options["--target"], options["--out"])
-        assert made["kv_bytes_per_token_after"] == way["kv_bytes_per_token"] == made["kv_bytes_per_token_before"]
-        assert engine in made["engines"]
+        exported = export_checkpoint(words[2], options["--target"], options["--out"])
+        assert (
+            exported["kv_bytes_per_token_after"] == way["kv_bytes_per_token"] == exported["kv_bytes_per_token_before"]
+        )
+        assert engine in exported["engines"]
         own_code = any(Path(options["--out"]).glob("*.py"))
         if engine == "llama.cpp":
             assert Path(shlex.split(start)[-1]).is_file()
@@ -74,7 +77,7 @@ def test_the_commands_that_are_told_can_be_run(saved: Saved, kind: str, servers:
 def test_a_stock_folder_is_served_as_it_is(demo_dir: Path) -> None:
     ways = {way["engine"]: way for way in engine_services(demo_dir)}
     assert ways["vLLM"]["commands"] == [f"vllm serve {shlex.quote(str(demo_dir))}"]
-    assert len(ways["llama.cpp"]["commands"]) == 2  # which reads a file of its own
+    assert len(ways["llama.cpp"]["commands"]) == 2  # which reads a separate file
     assert {way["kv_bytes_per_token"] for way in ways.values()} == {4096}
     assert engine_services(demo_dir / "nowhere") == []
 
@@ -118,7 +121,7 @@ def test_the_smallest_cache_comes_first_on_screen_page_and_in_json(
         assert shown in page[first:second]
 
 
-def test_sequences_that_fit_are_whole_and_beside_the_weights() -> None:
+def test_sequences_that_fit_are_whole_and_leave_room_for_the_weights() -> None:
     assert sequences_that_fit(10_000, 1_000, 2, 500) == 9
     assert sequences_that_fit(10_000, 1_001, 2, 500) == 8
     assert sequences_that_fit(1_000, 2_000, 2, 500) == 0

@@ -29,10 +29,10 @@ def record(number: int, recipe: str, budget: float, losses: list[float], **more:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SearchFolder:
-    found = SearchFolder.fresh(tmp_path, "demo")
-    write_journal(found.root)
-    found.snapshot.write_text("name: demo\n# <script>alert(1)</script>\n")
-    return found
+    result = SearchFolder.fresh(tmp_path, "demo")
+    write_journal(result.root)
+    result.snapshot.write_text("name: demo\n# <script>alert(1)</script>\n")
+    return result
 
 
 def fill(folder: SearchFolder, trials: list[TrialRecord]) -> None:
@@ -67,7 +67,7 @@ class Balanced(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_tells_front_trials_promotion_and_how_it_was_made(folder: SearchFolder) -> None:
+def test_the_page_reports_front_trials_promotion_and_how_it_was_made(folder: SearchFolder) -> None:
     fill(
         folder,
         [

@@ -17,7 +17,7 @@ def test_a_name_says_its_memory(name: str, gigabytes: int) -> None:
     assert f"{gigabytes} GB" in memory_in_words(name)
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_what_is_not_known_is_reported() -> None:
     assert memory_of("TPU-V4") is None
     assert "not known" in memory_in_words("TPU-V4")
     assert "accelerator_type:A100-80G" in memory_in_words("A100")  # a larger card of the same name

@@ -1,4 +1,4 @@
-"""What cannot fit the GPUs that a search asks for is refused before it starts, and what is named instead does fit."""
+"""A search that cannot fit its requested GPUs is refused before it starts, and the suggested setting does fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIGA = 2.0**30
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Nothing but the config.json of Llama-2-7B."""
+    """Only the config.json of Llama-2-7B."""
     folder = tmp_path / "llama-2-7b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
@@ -53,19 +53,19 @@ def test_the_shipped_configuration_fits_its_gpus(model: Path, tmp_path: Path) ->
     """Its parts, in bytes, by hand: 6.74 billion parameters over 8 workers, 2 x 4,096 tokens at once."""
     config = config_of(model)
     check(config)
-    found = processes(config, tmp_path)
-    assert set(found) == {"driver", "original model", "planning", "training worker", "promotion worker", "gate"}
+    result = processes(config, tmp_path)
+    assert set(result) == {"driver", "original model", "planning", "training worker", "promotion worker", "gate"}
     parameters = 2 * 32_000 * 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096) + 4096
-    parts = found["training worker"].parts
+    parts = result["training worker"].parts
     assert parts["weights"] == parts["teacher"] == round(2 * parameters / 8)
     assert parts["gradients"] == round(4 * parameters / 8)  # summed in float32
     assert parts["optimiser"] == round(12 * parameters / 8)
     assert parts["gathered"] == 2 * (2 * 10**9 + 3 * 32_000 * 4096)
     assert parts["optimiser's step"] == round(8 * parameters / 8)  # larger than activations and logits at their time
-    assert found["training worker"].limit == 40 * 10**9
-    assert found["driver"].total < GIGA  # no weights
-    assert 1 < found["planning"].total / (2 * parameters) < 2  # one copy of the model
-    assert all(need.fits for need in found.values())
+    assert result["training worker"].limit == 40 * 10**9
+    assert result["driver"].total < GIGA  # no weights
+    assert 1 < result["planning"].total / (2 * parameters) < 2  # one copy of the model
+    assert all(need.fits for need in result.values())
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,16 @@ def test_a_search_does_not_start(model: Path, monkeypatch: pytest.MonkeyPatch) -
     """Before a text is looked at. The weights, which are not there, are not the point."""
     read = checkpoints.open_checkpoint
 
-    def without_weights(path: str, *given: Any, **more: Any) -> Any:
-        return read(path, *given, **more | {"weights": False})
+    def without_weights(path: str, *arguments: Any, **more: Any) -> Any:
+        return read(path, *arguments, **more | {"weights": False})
 
     monkeypatch.setattr(checkpoints, "open_checkpoint", without_weights)
-    monkeypatch.setattr(validation.SearchTexts, "check", lambda *given: pytest.fail("texts were looked at"))
+    monkeypatch.setattr(validation.SearchTexts, "check", lambda *arguments: pytest.fail("texts were looked at"))
     with pytest.raises(ConfigError, match="A10G has 24 GB"):
         validate_search(config_of(model, "resources.accelerator_type=A10G"))
 
 
-def test_the_verb_tells_the_parts_and_ends_with_an_error(model: Path, tmp_path: Path) -> None:
+def test_the_verb_reports_the_parts_and_ends_with_an_error(model: Path, tmp_path: Path) -> None:
     record = tmp_path / "estimate.json"
     same = [
         "estimate",

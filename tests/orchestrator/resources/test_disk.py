@@ -1,4 +1,4 @@
-"""How much disk a search says it will take, that it keeps to it, and that it does not begin where it cannot fit."""
+"""The estimated disk of a search: it is not exceeded, and a search that cannot fit does not begin."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def storage_of(config: SearchConfig) -> Storage:
 
 @contextmanager
 def sampled(folder: Path) -> Iterator[list[int]]:
-    """The bytes of all files in a folder, many times a second, and once more in the end."""
+    """The bytes of all files in a folder, many times per second, and once more in the end."""
     over, seen = threading.Event(), [0]
 
     def look() -> None:
@@ -79,14 +79,16 @@ def taken(folder: Path) -> int:
 
 @pytest.mark.extended
 def test_a_search_keeps_to_what_it_says(tmp_path: Path, demo_dir: Path) -> None:
-    """At every moment; and in the end there is what promotions go on from, one of no finalist too."""
+    """At every moment; and in the end the files that promotions resume from exist, one of no finalist too."""
     config = config_of(demo_dir, tmp_path / "runs")
     with sampled(tmp_path / "runs") as seen:
         outcome = search(config)
-    said = json.loads((outcome.folder / "estimate.json").read_text())
-    print(f"most {max(seen)} of {said['disk']} bytes, {seen[-1]} of {said['disk_kept']} in the end, {len(seen)} looks")
-    assert 0.5 * said["disk"] < max(seen) <= said["disk"]
-    assert 0.5 * said["disk_kept"] < seen[-1] <= said["disk_kept"] < said["disk"]
+    output = json.loads((outcome.folder / "estimate.json").read_text())
+    print(
+        f"most {max(seen)} of {output['disk']} bytes, {seen[-1]} of {output['disk_kept']} in the end, {len(seen)} looks"
+    )
+    assert 0.5 * output["disk"] < max(seen) <= output["disk"]
+    assert 0.5 * output["disk_kept"] < seen[-1] <= output["disk_kept"] < output["disk"]
     optimisers = {path.relative_to(outcome.folder).parts[1] for path in outcome.folder.rglob("*.pt")}
     finalists = {e["trial_id"] for kind in ("candidates", "baselines") for e in outcome.promotion[kind].values()}
     assert optimisers == finalists
@@ -117,8 +119,8 @@ def test_a_training_checkpoint_is_as_large_as_it_says(changes: dict[str, Any], d
         engine.step(torch.zeros(1, 8, dtype=torch.long), objective("none", 0.0, None))
         engine.save(tmp_path)
     config = checkpoint.load_config(demo_dir)
-    said, really = checkpoint_bytes(config, Size.of(config), settings), taken(tmp_path)
-    assert 0.7 * said < really < 1.02 * said + 1.5 * 2**20, f"{really} bytes, {said} were said"
+    output, really = checkpoint_bytes(config, Size.of(config), settings), taken(tmp_path)
+    assert 0.7 * output < really < 1.02 * output + 1.5 * 2**20, f"{really} bytes, {output} were said"
     if settings.tuning == "lora":
         share = 0.2 if settings.lora_rank < 64 else 0.5  # of so small a model adapters of rank 64 are a third
         assert really < share * checkpoint_bytes(config, Size.of(config), settings, whole=True)
@@ -162,18 +164,18 @@ def test_conversions_for_trials_to_come_count_where_trials_leave_none(demo_dir: 
     assert converted(resources=planned | {"plan_ahead": 0}) == 8 * one
 
 
-def test_what_would_do_is_said_and_does(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_do_is_reported_and_does(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(demo_dir, tmp_path)
     two, three = (storage_of(config).disk(parallel).most for parallel in (2, 3))
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=(two + three) // 2))
-    told = storage_of(config).shortage(4)
-    assert told is not None and str(tmp_path) in told and "checkpoints" in told
-    assert "resources.max_concurrent=2 would do" in told
+    report = storage_of(config).shortage(4)
+    assert report is not None and str(tmp_path) in report and "checkpoints" in report
+    assert "resources.max_concurrent=2 would do" in report
     assert storage_of(config).shortage(2) is None
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
-    told = storage_of(config).shortage(4)
-    assert told is not None and "search.num_samples" in told and "train.tuning=lora" in told
-    assert "max_concurrent" not in told
+    report = storage_of(config).shortage(4)
+    assert report is not None and "search.num_samples" in report and "train.tuning=lora" in report
+    assert "max_concurrent" not in report
 
 
 def test_a_search_that_cannot_fit_is_refused_before_anything_of_it_is_made(

@@ -50,7 +50,7 @@ def test_the_streamed_peak_does_not_grow_with_depth_and_the_other_does() -> None
     assert deep.layerwise == shallow.layerwise
 
 
-def test_what_is_asked_for_makes_it_larger_or_smaller() -> None:
+def test_requests_make_it_larger_or_smaller() -> None:
     config = llama(4, SEVEN_B)
     base = of(config)
     assert of(config, "gqa").layerwise < base.layerwise
@@ -62,12 +62,12 @@ def test_what_is_asked_for_makes_it_larger_or_smaller() -> None:
 
 def test_only_the_config_is_read(demo_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((demo_dir / "config.json").read_text())
-    found = estimate_conversion(tmp_path, "headfold_gqa", 0.25, **SMALL)
-    assert found.layerwise_possible
-    assert found.disk > 0
+    result = estimate_conversion(tmp_path, "headfold_gqa", 0.25, **SMALL)
+    assert result.layerwise_possible
+    assert result.disk > 0
     planned = estimate_conversion(tmp_path, "headfold", 0.25, **SMALL)
-    assert planned.layerwise_possible and planned.flops > found.flops and planned.scratch > found.scratch
-    assert planned.stages["sensitivity"] > 0 and "sensitivity" not in found.stages
+    assert planned.layerwise_possible and planned.flops > result.flops and planned.scratch > result.scratch
+    assert planned.stages["sensitivity"] > 0 and "sensitivity" not in result.stages
     measured = {"allocation.increases": "measured"}
     refused = estimate_conversion(tmp_path, "headfold", 0.25, recipe_settings=measured, **SMALL)
     assert not refused.layerwise_possible
@@ -90,13 +90,13 @@ def test_a_model_that_does_not_fit_is_streamed_by_itself(
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 
 
-def test_it_is_said_first_and_what_does_not_fit_is_refused(
+def test_it_is_reported_first_and_what_does_not_fit_is_refused(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     announce(demo_dir, "headfold", [0.5, 0.25], out, layerwise=None, **SMALL)
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"estimate: about \d+ (s|min), \d\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", said), said
+    output = capsys.readouterr().err
+    assert re.fullmatch(r"estimate: about \d+ (s|min), \d\.\d\d GiB of memory, 0\.\d\d GiB of disk\n", output), output
     monkeypatch.setattr(estimate, "available_bytes", lambda device: 2**20)
     refused = r"memory: this conversion does not fit: it takes about \d\.\d\d GiB, and 0\.00 GiB are available; "
     with pytest.raises(ConfigError, match=refused + "layer by layer it would be"):
@@ -110,7 +110,7 @@ def test_it_is_said_first_and_what_does_not_fit_is_refused(
     announce(demo_dir, "gqa", [0.5], None, layerwise=None, **SMALL)  # nothing is written
 
 
-def test_where_memory_is_not_known_what_is_said_is_what_is_done(
+def test_where_memory_is_not_known_what_is_reported_is_what_is_done(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on systems without /proc: the conversion runs in memory, so that is what the estimate is of."""
@@ -136,25 +136,25 @@ def test_what_follows_shares_memory_and_adds_time_and_disk() -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("recipe_name", ["headfold_gqa", "headfold"])
 def test_peak_memory_is_as_estimated(recipe_name: str, tmp_path: Path) -> None:
-    """In a process of its own; neighbours, which cost no time to group."""
+    """In a separate process; neighbours, which cost no time to group."""
     config = llama(2, {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048})
     options = ["--calibration-tokens", "512", "--eval-tokens", "256", "--sequence-length", "128"]
     options += ["--set", "refinement.fit_steps=2", "--set", "grouping=neighbour"]
-    said, done = measured(config, tmp_path, *options, recipe=recipe_name)
-    assert 0.75 < done["peak_memory"] / said["layerwise"] < 1.25
+    output, done = measured(config, tmp_path, *options, recipe=recipe_name)
+    assert 0.75 < done["peak_memory"] / output["layerwise"] < 1.25
 
 
 @pytest.mark.extended
 def test_peak_memory_is_that_of_one_layer(tmp_path: Path) -> None:
-    """12 layers (64M parameters) against 4 of the same width, each converted in a process of its own."""
+    """12 layers (64M parameters) against 4 of the same width, each converted in a separate process."""
     shape = {"num_attention_heads": 8, "head_dim": 96, "intermediate_size": 1200, "vocab_size": 2048}
     options = ["--calibration-tokens", "1024", "--eval-tokens", "256", "--sequence-length", "128"]
     options += ["--set", "refinement=heal", "--set", "grouping=merge"]
     peaks = []
     for layers in (4, 12):
         config = llama(layers, shape, tie_word_embeddings=False)
-        said, done = measured(config, tmp_path / str(layers), *options)
-        assert 0.75 < done["peak_memory"] / said["layerwise"] < 1.25
+        output, done = measured(config, tmp_path / str(layers), *options)
+        assert 0.75 < done["peak_memory"] / output["layerwise"] < 1.25
         peaks.append(done["peak_memory"])
     layer = 2 * Size.of(config).layer
     assert peaks[1] - peaks[0] < 3 * layer  # eight layers more; each is `layer` bytes of weights alone

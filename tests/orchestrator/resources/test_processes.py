@@ -15,17 +15,17 @@ from orchestrator.resources.processes import PROCESS
 
 GIGA = 2**30
 NEEDED = 16 * GIGA
-"""Of two workers that train 1.1 billion parameters."""
+"""The size of two workers that train 1.1 billion parameters."""
 
 
 def filling(gigabytes: float) -> str:
-    """Held for a while, as an expression: whatever a process carries out must be importable there, as `eval` is."""
+    """Memory for a while, as an expression: a process can only run importable functions, as `eval` is."""
     return f"[(held := b'x' * {round(gigabytes * GIGA)}), __import__('time').sleep(0.3), len(held)][-1]"
 
 
 @pytest.mark.extended
 def test_a_limit_is_kept(tmp_path: Path) -> None:
-    """What the other test rests on: more than the limit is refused, and less is seen."""
+    """Assumption of the other test: more than the limit is refused, and less is seen."""
     (done,) = run_limited(tmp_path / "within", eval, filling(0.5), limit=1.2 * GIGA)
     assert 0.5 * GIGA < done.peak < 1.2 * GIGA
     with pytest.raises(RuntimeError, match="MemoryError"):
@@ -51,5 +51,5 @@ def test_a_search_keeps_to_its_estimate(tmp_path: Path, large: bool) -> None:
         assert step.need.parts.get("weights", 0) <= step.model, step
     for name in ("original model", "planning", "gate"):
         assert steps[name].peak - PROCESS < 2 * steps[name].model, steps[name]
-    if large:  # what is the same for each worker, libraries and logits, is more than a smaller model
+    if large:  # memory that is the same for each worker, libraries and logits, exceeds a smaller model
         assert steps["training worker"].peak <= 0.7 * steps["one worker"].peak

@@ -1,6 +1,6 @@
-"""What is done ahead of trials: a candidate to come is converted while the trial before it occupies the slot.
+"""Work ahead of trials: a later candidate is converted while the trial before it occupies the slot.
 
-The cluster is a Ray of its own whose GPUs are numbers (`train.device=cpu`): one script that carries out two searches.
+The cluster is a separate Ray whose GPUs are numbers (`train.device=cpu`): one script that runs two searches.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_no_slot_is_idle_while_a_candidate_is_planned(tmp_path: Path) -> None:
 
 
 class Tasks:
-    """In the place of Ray's tasks: which were started and cancelled; each goes on until it is in `ended`."""
+    """Replaces Ray's tasks: records which were started and cancelled; each runs until it is in `ended`."""
 
     def __init__(self) -> None:
         self.started: list[Candidate] = []
@@ -135,13 +135,13 @@ def session(tmp_path: Path, demo_dir: Path) -> Any:
 
 @pytest.fixture
 def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
-    made = Tasks()
-    monkeypatch.setattr(ahead, "ray", made)
-    monkeypatch.setattr(ray_tasks, "ray", made)
+    created = Tasks()
+    monkeypatch.setattr(ahead, "ray", created)
+    monkeypatch.setattr(ray_tasks, "ray", created)
     monkeypatch.setattr(ahead, "live_nodes", lambda: [NODE])
     monkeypatch.setattr(ahead, "free_nodes", lambda: [NODE])
     monkeypatch.setattr(ahead, "CHECK_SECONDS", 0.0)
-    return made
+    return created
 
 
 def searching(session: Any, named: tuple[Candidate, ...] = NAMED) -> tuple[PlanAhead, Journal]:
@@ -178,7 +178,7 @@ def test_the_conversion_of_a_trial_with_another_rate_is_not_ahead(session: Any, 
     assert tasks.started == [both[2]]
 
 
-def test_none_is_ahead_beside_workers_that_need_all_gpus(session: Any, tasks: Tasks) -> None:
+def test_none_is_ahead_while_workers_run_that_need_all_gpus(session: Any, tasks: Tasks) -> None:
     plan_ahead, journal = searching(session)
     report(journal, "t0000", 0)
     plan_ahead.on_step_end(0, [])
@@ -227,7 +227,7 @@ def test_nothing_is_ahead_without_gpus_or_with_zero(session: Any, tasks: Tasks) 
     assert PlanAhead(session, plan_ahead._searcher, plan_ahead._history, NAMED).limit == 0
 
 
-def test_nodes_are_held_for_trials_to_come_and_no_longer(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_reserved_for_later_trials_and_no_longer(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     four = Nodes(4, {"CPU": 8.0, "GPU": 2.0})
     monkeypatch.setattr(ahead, "live_nodes", lambda: [four])
     _, journal = searching(session)

@@ -36,9 +36,9 @@ def problem(demo_dir: Path, samples: int = 100, seed: int = 0, **search: Any) ->
 
 
 def searcher_of(task: SearchProblem) -> ChainSearch:
-    found = make_searcher("asymgqa", task)
-    assert isinstance(found, ChainSearch)
-    return found
+    result = make_searcher("asymgqa", task)
+    assert isinstance(result, ChainSearch)
+    return result
 
 
 def loss_of(plan: str) -> float:
@@ -106,11 +106,11 @@ def test_the_samples_are_spread_over_budgets_chains_and_sites(demo_dir: Path) ->
 def test_the_best_plan_of_each_budget_is_trained_with_every_rate(demo_dir: Path) -> None:
     searcher = searcher_of(problem(demo_dir))
     configs = run(searcher, parallel=3)
-    found = finals(configs)
-    assert sorted((c["kv_ratio"], c["learning_rate"]) for c in found) == [
+    result = finals(configs)
+    assert sorted((c["kv_ratio"], c["learning_rate"]) for c in result) == [
         (b, r) for b in (0.25, 0.5) for r in (1e-4, 1e-3)
     ]
-    for config in found:
+    for config in result:
         plan = AttentionPlan.from_json(config["plan"])
         assert plan.kv_ratio == config["kv_ratio"]
         whole = [c for c in probes(configs) if AttentionPlan.from_json(c["plan"]).kv_ratio == config["kv_ratio"]]
@@ -127,7 +127,7 @@ def test_the_best_plan_is_trained_with_every_seed_and_probed_with_one(demo_dir: 
     assert len({config["plan"] for config in finals(configs)}) == 2
 
 
-def test_each_chain_decides_the_same_whatever_the_order_of_results(demo_dir: Path) -> None:
+def test_each_chain_decides_the_same_in_any_order_of_results(demo_dir: Path) -> None:
     searchers = [searcher_of(problem(demo_dir)) for _ in range(3)]
     runs = [run(searcher, *how) for searcher, how in zip(searchers, ((1, 0), (4, 1), (3, 2)), strict=True)]
     histories = [[(site, walk.trace) for c in chains(s) for site, walk in c.history] for s in searchers]
@@ -137,7 +137,7 @@ def test_each_chain_decides_the_same_whatever_the_order_of_results(demo_dir: Pat
     assert results[0] == results[1] == results[2]
 
 
-def test_a_chain_has_one_probe_under_way_and_the_others_go_on(demo_dir: Path) -> None:
+def test_a_chain_has_one_probe_under_way_and_the_others_continue(demo_dir: Path) -> None:
     searcher = searcher_of(problem(demo_dir, recipes=["gqa"]))
     named = [searcher.suggest(f"n{i}") for i in range(4)]
     assert all("plan" not in config for config in named)
@@ -169,20 +169,20 @@ def test_failed_and_diverged_probes_are_rejected(demo_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
-def test_resumed_at_every_call_it_goes_on_with_the_same_decisions(demo_dir: Path, parallel: int) -> None:
+def test_resumed_at_every_call_it_makes_the_same_decisions(demo_dir: Path, parallel: int) -> None:
     """Trials that were under way when the driver was killed report to the searcher of the next one."""
 
     class Interrupted:
-        """A searcher that is made anew before every call, and told what there was."""
+        """A searcher that is created anew before every call, and given all earlier results."""
 
         def __init__(self) -> None:
             self.events: list[tuple[Any, ...]] = []
 
         def renewed(self) -> ChainSearch:
-            made = searcher_of(problem(demo_dir, samples=64))
+            created = searcher_of(problem(demo_dir, samples=64))
             for what, *arguments in self.events:
-                getattr(made, what)(*arguments)
-            return made
+                getattr(created, what)(*arguments)
+            return created
 
         def suggest(self, trial_id: str) -> Any:
             config = self.renewed().suggest(trial_id)
@@ -214,18 +214,18 @@ def test_a_trial_that_reports_again_changes_nothing(demo_dir: Path) -> None:
 
 
 def test_the_similarities_are_made_once_and_not_before_they_are_needed(demo_dir: Path) -> None:
-    asked = []
+    requested = []
     task = problem(demo_dir, samples=32)
 
     def counted(recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
-        asked.append(recipe.similarity)
+        requested.append(recipe.similarity)
         return similarities(recipe)
 
     object.__setattr__(task, "similarities", counted)
     searcher = searcher_of(task)
-    assert asked == []
+    assert requested == []
     run(searcher, parallel=2)
-    assert asked == ["activation"]
+    assert requested == ["activation"]
 
 
 def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
@@ -250,7 +250,7 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("search", "samples", "said"),
+    ("search", "samples", "message"),
     [
         ({}, 5, r"search\.num_samples: got 5, .* 32 probes with one move per site and 320 "),
         ({}, 321, r"search\.num_samples: got 321, "),
@@ -266,8 +266,8 @@ def test_settings_and_choices_reach_the_walk(demo_dir: Path) -> None:
         ({"search_space": {"grouping": ["neighbour"]}}, 64, "choose walk_asymmetric or walk_symmetric"),
     ],
 )
-def test_what_cannot_be_walked_is_told(demo_dir: Path, search: dict[str, Any], samples: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_walked_is_reported(demo_dir: Path, search: dict[str, Any], samples: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         searcher_of(problem(demo_dir, samples, **search))
 
 
@@ -277,7 +277,7 @@ def test_other_searchers_have_no_chains(demo_dir: Path) -> None:
 
 
 def test_budgets_without_a_choice_need_no_probes(demo_dir: Path) -> None:
-    """One head a layer: there is one plan, and it is trained."""
+    """One head per layer: there is one plan, and it is trained."""
     searcher = searcher_of(problem(demo_dir, samples=0, kv_ratios=[0.125]))
     configs = run(searcher)
     assert (len(probes(configs)), len(finals(configs))) == (0, 2)

@@ -1,4 +1,4 @@
-"""What the optuna searcher learns from trials, and from which."""
+"""The results that the optuna searcher learns from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_trial_counts_with_its_highest_rung_and_once(task: SearchProblem) -> N
     config = searcher.suggest("a")
     report = {"loss": 3.0, "kv_bytes_per_token": 4096.0, "rung": 0}
     searcher.on_trial_result("a", report)
-    searcher.on_trial_result("a", report)  # told again after a restart
+    searcher.on_trial_result("a", report)  # repeated after a restart
     searcher.on_trial_result("a", report | {"loss": 2.0, "rung": 1})
     searcher.on_trial_complete("a")  # paused there, and stopped in the end: Tune has no result for it
     assert config["kv_ratio"] == 0.5

@@ -1,4 +1,4 @@
-"""A conversion is made once for all trials that begin with it, whatever they are trained with."""
+"""A conversion is made once for all trials that begin with it, under any training settings."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     recipes: list[str] = []
     convert = untrained.convert_and_refine
 
-    def counted(*given: Any) -> Any:
-        recipes.append(given[0].name)
-        return convert(*given)
+    def counted(*arguments: Any) -> Any:
+        recipes.append(arguments[0].name)
+        return convert(*arguments)
 
     monkeypatch.setattr(untrained, "convert_and_refine", counted)
     return recipes
@@ -65,7 +65,7 @@ def report(context: TrialContext, name: str, candidate: Candidate, monkeypatch: 
 
 
 def shared(report: dict[str, Any]) -> dict[str, Any]:
-    """What is the same for trials of one conversion."""
+    """The fields that are the same for trials of one conversion."""
     return {k: v for k, v in report.items() if k not in ("phases", "seconds", "seed", "conversion_cost")}
 
 
@@ -103,11 +103,11 @@ def test_one_conversion_for_all_learning_rates_and_seeds(
 def test_a_shared_conversion_gives_the_losses_of_one_that_was_made(
     context: TrialContext, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = Candidate(recipe("gqa"), 0.5, 1e-4)
-    report(context, "first", replace(taken, learning_rate=1e-3), monkeypatch)
-    by_library = report(context, "taken", taken, monkeypatch)
+    chosen = Candidate(recipe("gqa"), 0.5, 1e-4)
+    report(context, "first", replace(chosen, learning_rate=1e-3), monkeypatch)
+    by_library = report(context, "taken", chosen, monkeypatch)
     ConversionLibrary.of_search(context.folder).remove()
-    alone = report(context, "alone", taken, monkeypatch)
+    alone = report(context, "alone", chosen, monkeypatch)
     assert len(made) == 2 and shared(alone) == shared(by_library)
     digests = [read_json(weights(context, name).parent / "digests.json") for name in ("taken", "alone")]
     assert digests[0] == digests[1]

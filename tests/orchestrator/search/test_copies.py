@@ -1,4 +1,4 @@
-"""Trials that lead to the same model: found by their work, told to the searcher, resumed, and shown."""
+"""Trials that lead to the same model: found by their work, reported to the searcher, resumed, and shown."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def work(context: TrialContext, name: str, model: Any, plan: AttentionPlan = PLA
     folder = Path(context.folder) / "trials" / name
     checkpoint.save(convert(model, plan), folder / "converted", record={"recipe": name})
     (folder / "plan.json").write_text(plan.to_json())
-    given = {"recipe": recipe("gqa"), "kv_ratio": 0.5, "learning_rate": 1e-3, "seed": 0} | candidate
-    return work_digest(training_job(context, folder, Candidate(**given), name), folder)
+    settings = {"recipe": recipe("gqa"), "kv_ratio": 0.5, "learning_rate": 1e-3, "seed": 0} | candidate
+    return work_digest(training_job(context, folder, Candidate(**settings), name), folder)
 
 
 def test_equal_work_is_what_ends_with_equal_weights(context: TrialContext, tiny_model: Any) -> None:
@@ -84,7 +84,7 @@ CONFIG = {"recipe": "own", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}
 
 
 class Listening(ResumableSearcher):
-    """Suggests as many trials as are asked for, and keeps what it is told."""
+    """Suggests as many trials as are requested, and records its calls."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -177,8 +177,8 @@ def test_a_resumed_search_knows_its_copies(tmp_path: Path) -> None:
 
 def record(name: str, recipe: str = "own", losses: tuple[float, ...] = (3.0, 2.0), **more: Any) -> TrialRecord:
     rungs = [{"step": 4 * rung, "rung": rung, "loss": loss} for rung, loss in enumerate(losses)]
-    given = {"status": DONE, "kv_bytes_per_token": 128, "seed": 0, "plan_digest": "p"} | more
-    return TrialRecord(name, recipe, 0.5, 1e-3, {}, rungs=rungs, **given)
+    settings = {"status": DONE, "kv_bytes_per_token": 128, "seed": 0, "plan_digest": "p"} | more
+    return TrialRecord(name, recipe, 0.5, 1e-3, {}, rungs=rungs, **settings)
 
 
 def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

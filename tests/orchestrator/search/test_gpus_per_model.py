@@ -32,7 +32,7 @@ def config(demo_dir: Path, ranks: int, **search: Any) -> SearchConfig:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "search", "said"),
+    ("ranks", "search", "message"),
     [
         (3, {}, "search.tensor_parallel: got 3, and the checkpoint itself does not fit: 8 query heads"),
         (4, {"target": "any"}, "search.target=any names no engine; set search.target=vllm"),
@@ -45,17 +45,17 @@ def config(demo_dir: Path, ranks: int, **search: Any) -> SearchConfig:
         ),
     ],
 )
-def test_what_no_gpus_can_hold_is_refused(demo_dir: Path, ranks: int, search: dict[str, Any], said: str) -> None:
+def test_what_no_gpus_can_hold_is_refused(demo_dir: Path, ranks: int, search: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=".") as caught:
         _ = SearchSetup.open(config(demo_dir, ranks, **search)).problem
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("ranks", "idle"), [(1, None), (2, "12.5%"), (4, "25%, 12.5%"), (8, "50%, 25%, 12.5%")])
 def test_ratios_that_save_nothing_on_a_gpu_are_listed_before_the_search(
     demo_dir: Path, ranks: int, idle: str | None
 ) -> None:
-    """Of 8 KV heads a GPU holds 8/N; of n it holds n/N, and one at least."""
+    """Of 8 KV heads a GPU stores 8/N; of n it stores n/N, and one at least."""
     warnings = ratios_without_saving(SearchSetup.open(config(demo_dir, ranks)))
     assert bool(warnings) == (idle is not None)
     for warning in warnings:
@@ -109,9 +109,9 @@ def test_a_search_for_four_gpus(
     file.write_text(json.dumps(record))
     assert run_here("search", file, "data.source=stdlib", "search.cache_formats=[]", "--json", tmp_path / "s.json") == 0
     assert "the KV ratio(s) 25%, 12.5% take as many bytes per GPU" in capsys.readouterr().err
-    found = json.loads((tmp_path / "s.json").read_text())
-    own = found["original"]["kv_bytes_per_token_per_gpu"]
-    assert own == found["original"]["kv_bytes_per_token"] / 4
-    assert {t["kv_ratio"]: t[PER_GPU] / own for t in found["trials"]} == {0.5: 0.5, 0.25: 0.5, 0.125: 0.5}
-    (best,) = found["front"]
-    assert found["best_per_budget"] == {"0.5": best}
+    result = json.loads((tmp_path / "s.json").read_text())
+    own = result["original"]["kv_bytes_per_token_per_gpu"]
+    assert own == result["original"]["kv_bytes_per_token"] / 4
+    assert {t["kv_ratio"]: t[PER_GPU] / own for t in result["trials"]} == {0.5: 0.5, 0.25: 0.5, 0.125: 0.5}
+    (best,) = result["front"]
+    assert result["best_per_budget"] == {"0.5": best}

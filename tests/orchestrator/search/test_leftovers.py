@@ -1,4 +1,4 @@
-"""What ended trials leave on disk: training checkpoints that were really trained, in the folder of a search."""
+"""Files of ended trials on disk: training checkpoints of real trainings, in the folder of a search."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNTOUCHED = {"paused", "running", "lost"}
 
 @pytest.fixture(scope="module")
 def trained(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, Path]:
-    """The job of a trial of two rungs behind a relaxation of two stages, carried out in a folder of a search."""
+    """The job of a trial of two rungs after a relaxation of two stages, run in a folder of a search."""
     group_of_one()
     root, generator = tmp_path_factory.mktemp("trained"), torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 64, (rows, 16), generator=generator) for rows in (100, 9)]
@@ -58,14 +58,14 @@ def trained(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
 @pytest.fixture
 def folder(trained: tuple[TrainJob, Path], tmp_path: Path) -> SearchFolder:
     """A search with trials of each kind, all of which have left as much as that one."""
-    _, made = trained
+    _, created = trained
     folder = SearchFolder(tmp_path / "demo")
-    index = (made / "train" / "best" / "checkpoints.json").read_text()
+    index = (created / "train" / "best" / "checkpoints.json").read_text()
     trials = []
     for name, loss in LOSSES.items():
-        shutil.copytree(made / "trials" / "best", folder.trial(name))
-        shutil.copytree(made / "train" / "best", folder.train / name)
-        here = index.replace(str(made), str(folder.root))
+        shutil.copytree(created / "trials" / "best", folder.trial(name))
+        shutil.copytree(created / "train" / "best", folder.train / name)
+        here = index.replace(str(created), str(folder.root))
         for before, after in (("trials/best/", f"trials/{name}/"), ("train/best/", f"train/{name}/")):
             here = here.replace(before, after)
         (folder.train / name / "checkpoints.json").write_text(here)
@@ -95,24 +95,24 @@ def clean(folder: SearchFolder, config: SearchConfig = CONFIG) -> None:
     remove_leftovers(config, folder, read_history(folder.journal))
 
 
-def test_optimisers_stay_where_a_promotion_or_a_resumption_goes_on(folder: SearchFolder) -> None:
+def test_optimisers_stay_where_a_promotion_or_a_resumption_continues(folder: SearchFolder) -> None:
     before = {name: files(folder, name) for name in LOSSES}
     clean(folder)
     assert {name for name in LOSSES if optimiser(folder, name)} == UNTOUCHED | {"best", "base"}
     for name in LOSSES:
-        left, store = files(folder, name), CheckpointStore(str(folder.train), name)
-        kept, reports = store.read()
+        remaining, store = files(folder, name), CheckpointStore(str(folder.train), name)
+        checkpoints, reports = store.read()
         assert [report["step"] for report in reports] == [2, 4]
         if name in UNTOUCHED:
-            assert left == before[name]
+            assert remaining == before[name]
             continue
-        assert [k.step for k in kept] == ([4] if name in ("best", "base") else [])
-        own = folder.trial(name)
-        assert not (own / "start").exists() and not (own / "trained.relaxed" / "stage-0").exists()
+        assert [k.step for k in checkpoints] == ([4] if name in ("best", "base") else [])
+        trial_folder = folder.trial(name)
+        assert not (trial_folder / "start").exists() and not (trial_folder / "trained.relaxed" / "stage-0").exists()
         weights = ("trained", *(() if name == "copy" else ("converted",)))
-        assert all(checkpoint.intact(own / each) for each in weights)
-        assert (own / "converted").exists() == (name != "copy")
-        assert checkpoint.intact(own / "trained.relaxed" / "stage-1" / "collapsed")
+        assert all(checkpoint.intact(trial_folder / each) for each in weights)
+        assert (trial_folder / "converted").exists() == (name != "copy")
+        assert checkpoint.intact(trial_folder / "trained.relaxed" / "stage-1" / "collapsed")
     spent = sum(sum(files(folder, name).values()) for name in LOSSES if name not in UNTOUCHED)
     assert spent < 0.6 * sum(sum(before[name].values()) for name in LOSSES if name not in UNTOUCHED)
     again = {name: files(folder, name) for name in LOSSES}
@@ -120,7 +120,7 @@ def test_optimisers_stay_where_a_promotion_or_a_resumption_goes_on(folder: Searc
     assert {name: files(folder, name) for name in LOSSES} == again
 
 
-def test_a_finalist_goes_on_from_what_is_left(trained: tuple[TrainJob, Path], folder: SearchFolder) -> None:
+def test_a_finalist_resumes_from_the_remaining_files(trained: tuple[TrainJob, Path], folder: SearchFolder) -> None:
     job, _ = trained
     clean(folder)
     last = read_history(folder.journal).records["best"].last
@@ -137,15 +137,15 @@ def test_more_finalists_keep_more(folder: SearchFolder) -> None:
     assert optimiser(folder, "worse") and not optimiser(folder, "stopped")
 
 
-def test_only_what_a_promotion_takes_keeps_its_weights_where_that_is_asked_for(folder: SearchFolder) -> None:
+def test_only_what_a_promotion_takes_keeps_its_weights_where_that_is_requested(folder: SearchFolder) -> None:
     section = CONFIG.promotion.model_copy(update={"keep_weights": "finalists"})
     clean(folder, CONFIG.model_copy(update={"promotion": section}))
     for name in LOSSES:
-        kept = {path.parent.name for path in folder.trial(name).rglob("*.safetensors")}
+        stored = {path.parent.name for path in folder.trial(name).rglob("*.safetensors")}
         if name in UNTOUCHED:
-            assert {"converted", "trained"} <= kept
+            assert {"converted", "trained"} <= stored
         else:
-            assert ("converted" in kept) == (name in ("best", "base")) == bool(kept)
+            assert ("converted" in stored) == (name in ("best", "base")) == bool(stored)
             assert (folder.trial(name)).is_dir(), "recipe and plan stay"
 
 
@@ -165,7 +165,7 @@ def test_a_kill_while_removing_is_made_good(folder: SearchFolder, monkeypatch: p
         clean(folder)
     for name in LOSSES:
         store = CheckpointStore(str(folder.train), name)
-        assert all(store.folder(kept).is_dir() for kept in store.read()[0])
+        assert all(store.folder(checkpoints).is_dir() for checkpoints in store.read()[0])
     clean(folder)
     assert {name for name in LOSSES if optimiser(folder, name)} == UNTOUCHED | {"best", "base"}
 
@@ -193,7 +193,7 @@ def test_while_tune_runs_it_follows_the_journal(folder: SearchFolder) -> None:
     journal.append(END, trial="running", error=None, trace=None, lost=False, bare=False)
     journal.append(ADVANCE, trial="paused")
     cleaning.on_step_end(2, [])
-    # It was to reach 2.1, which is behind 2.0
+    # Its goal was 2.1, which is dominated by 2.0
     assert optimiser(folder, "best") and optimiser(folder, "paused") and not optimiser(folder, "running")
     better = {**journal.history.records["paused"].last, "loss": 1.9, "step": 10, "rung": 1}
     journal.append("report", trial="paused", result=better, decision="CONTINUE")

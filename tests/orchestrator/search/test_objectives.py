@@ -1,4 +1,4 @@
-"""What trials learn: the original's predictions by default, as the recipe says, or every arm with each of a grid."""
+"""Objectives of trials: the original's predictions by default, the recipe's, or every arm with each of a grid."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def config(*arms: Any, train: dict[str, Any] | None = None, **search: Any) -> Se
 
 
 def trained(settings: SearchConfig, candidate: Candidate) -> tuple[str, float]:
-    found = settings.train.model_dump() | candidate.recipe.apply("recovery")
-    return found["distillation"], found["distillation_weight"]
+    result = settings.train.model_dump() | candidate.recipe.apply("recovery")
+    return result["distillation"], result["distillation_weight"]
 
 
-def test_a_trial_and_a_promotion_learn_the_original_s_predictions_unless_they_are_told_otherwise(
+def test_a_trial_and_a_promotion_learn_the_original_s_predictions_by_default(
     geometry: HeadGeometry,
 ) -> None:
     settings = config("gqa", "align")
@@ -48,21 +48,21 @@ def test_a_trial_and_a_promotion_learn_the_original_s_predictions_unless_they_ar
 
 def test_every_arm_runs_with_each_objective_but_those_that_have_one(geometry: HeadGeometry) -> None:
     settings = config("gqa", "align", distillations=["none", "kl"], learning_rates=[1e-4, 1e-3])
-    found = named_candidates(settings, geometry)
-    runs = [(c.recipe.name, c.learning_rate, trained(settings, c)[0]) for c in found]
+    result = named_candidates(settings, geometry)
+    runs = [(c.recipe.name, c.learning_rate, trained(settings, c)[0]) for c in result]
     assert runs == [
         *(("gqa", rate, objective) for rate in (1e-4, 1e-3) for objective in ("none", "kl")),
         *(("align", rate, "kl_bild") for rate in (1e-4, 1e-3)),
     ]
-    assert len({c.key for c in found}) == 6
-    assert [Candidate.from_config(c.config()).key for c in found] == [c.key for c in found]
-    assert len({recipe("gqa").conversion_choices == c.recipe.conversion_choices for c in found[:4]}) == 1
-    trials = [TrialRecord.of(f"t{number}", c.config()) for number, c in enumerate(found)]
+    assert len({c.key for c in result}) == 6
+    assert [Candidate.from_config(c.config()).key for c in result] == [c.key for c in result]
+    assert len({recipe("gqa").conversion_choices == c.recipe.conversion_choices for c in result[:4]}) == 1
+    trials = [TrialRecord.of(f"t{number}", c.config()) for number, c in enumerate(result)]
     name_trials(trials)
     assert trials[1].name == "gqa · 25% · lr 0.0001 · distillation kl" and len({t.name for t in trials}) == 6
 
 
-def test_an_arm_runs_with_rates_of_its_own(geometry: HeadGeometry) -> None:
+def test_an_arm_runs_with_separate_rates(geometry: HeadGeometry) -> None:
     arm = {"recipe": "gqa", "label": "gqa_lora", "changes": {"recovery": "lora"}, "learning_rates": [1e-3, 3e-3]}
     settings = config("gqa", arm, learning_rates=[1e-4, 1e-3], seeds=[0, 1])
     runs = [(c.recipe.name, c.learning_rate, c.seed) for c in named_candidates(settings, geometry)]

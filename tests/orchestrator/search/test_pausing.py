@@ -39,7 +39,7 @@ class Listed(Searcher):
 
 
 def tune_config(configs: list[dict[str, Any]], name: str, slots: int, folder: Path, reuse_actors: bool) -> Any:
-    """As a search has it: a scheduler and a searcher with a journal."""
+    """As in a search: a scheduler and a searcher with a journal."""
     journal = Journal(folder / "journal.jsonl")
     journal.begin(3)
     inner = make_scheduler(name, RungProblem(3, 2.0))
@@ -53,7 +53,7 @@ def make_train() -> Any:
     """Made inside, so that Ray sends it by value."""
 
     def train(config: dict[str, Any]) -> None:
-        """Like a trial: says again what it had said, then goes on from what lies in its folder."""
+        """Like a trial: repeats its earlier reports, then continues from the files in its folder."""
         log = Path(config["folder"]) / f"{config['number']}.jsonl"
         done = len(log.read_text().splitlines()) if log.exists() else 0
         for rung, loss in enumerate(config["losses"]):
@@ -68,12 +68,12 @@ def make_train() -> Any:
 @pytest.mark.slow
 def test_tune_pauses_and_continues_trials(tmp_path: Path, ray_cluster: None) -> None:
     configs = [{"folder": str(tmp_path), "number": n, "losses": losses} for n, losses in enumerate(LOSSES)]
-    found = tune.Tuner(
+    result = tune.Tuner(
         tune.with_resources(make_train(), {"CPU": 0.5}),
         tune_config=tune_config(configs, "front", 2, tmp_path, reuse_actors=True),
         run_config=tune.RunConfig(name="pausing", storage_path=str(tmp_path / "tune"), verbose=0),
     ).fit()
-    assert not found.errors
+    assert not result.errors
     rungs = Counter(len((tmp_path / f"{n}.jsonl").read_text().splitlines()) for n in range(len(LOSSES)))
     assert rungs == {1: 3, 2: 2, 3: 1}  # six, three of them, one of those: nothing was trained twice
 
@@ -83,9 +83,9 @@ def make_busy() -> Any:
         """Like a trial whose workers train: their reports come from elsewhere, and it waits for their end."""
         from ray.tune.integration.ray_train import TuneReportCallback
 
-        told: Any = TuneReportCallback()
+        report: Any = TuneReportCallback()
         for rung, loss in enumerate(config["losses"]):
-            told.after_report(None, [{"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "step": rung}], None)
+            report.after_report(None, [{"loss": loss, "kv_bytes_per_token": 1, "rung": rung, "step": rung}], None)
             time.sleep(5 if rung else 0)
 
     return train
@@ -104,11 +104,11 @@ def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
 def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ray_cluster: None) -> None:
     losses = [[5.0, 4.0, 3.0], [5.0, 9.0, 9.0], [5.0, 3.0, 2.0]]
     reuse_actors = not stops_in_training(read_search_config("configs/demo.yaml"))
-    found = tune.Tuner(
+    result = tune.Tuner(
         tune.with_resources(make_busy(), {"CPU": 0.5}),
         tune_config=tune_config([{"losses": own} for own in losses], "asha", 1, tmp_path, reuse_actors),
         run_config=tune.RunConfig(name="stopping", storage_path=str(tmp_path / "tune"), verbose=0),
     ).fit()
-    assert not found.errors
-    last = {tuple(one.config["losses"]): one.metrics["rung"] for one in found if one.config and one.metrics}
+    assert not result.errors
+    last = {tuple(one.config["losses"]): one.metrics["rung"] for one in result if one.config and one.metrics}
     assert list(last.values()) == [2, 1, 2]

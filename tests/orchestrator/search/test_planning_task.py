@@ -1,5 +1,5 @@
-"""A trial whose planning is a Ray task, as where planning takes GPUs. Here the task asks for CPUs: what it computes and
-how it fails is the same."""
+"""A trial whose planning is a Ray task, as where planning takes GPUs. Here the task requests CPUs: its results and its
+failures are the same."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def context(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def run(context: TrialContext, name: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
-    """One trial under Ray Tune: its result, and what it has written of its rung 0."""
-    mine = replace(context, folder=str(Path(context.folder).parent / name), **changes)
+    """One trial under Ray Tune: its result, and its files of rung 0."""
+    ours = replace(context, folder=str(Path(context.folder).parent / name), **changes)
     config = Candidate(recipe("gqa"), 0.25, 3e-4, seed=0).config()
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(run_trial, context=mine), {"CPU": 0.05}),
+        tune.with_resources(tune.with_parameters(run_trial, context=ours), {"CPU": 0.05}),
         param_space=config,
-        run_config=tune.RunConfig(storage_path=f"{mine.folder}/tune", verbose=0),
+        run_config=tune.RunConfig(storage_path=f"{ours.folder}/tune", verbose=0),
     )
     (result,) = tuner.fit()
-    facts = list(Path(mine.folder, "trials").glob("*/facts.json"))
+    facts = list(Path(ours.folder, "trials").glob("*/facts.json"))
     return result, read_json(facts[0]) if facts else {}
 
 
@@ -69,8 +69,8 @@ def test_a_trial_that_trains_nothing_plans_itself(context: TrialContext) -> None
     assert tasks() == before
 
 
-def test_what_went_wrong_in_a_task_is_told_as_of_the_trial(context: TrialContext) -> None:
+def test_what_went_wrong_in_a_task_is_reported_as_of_the_trial(context: TrialContext) -> None:
     result, facts = run(context, "broken", task=TASK, calibration_file="/nowhere/calibration.safetensors")
     assert not facts
-    said = last_error(Path(result.path, "error.txt").read_text())
-    assert "/nowhere/calibration.safetensors" in said and "ray.exceptions" not in said
+    output = last_error(Path(result.path, "error.txt").read_text())
+    assert "/nowhere/calibration.safetensors" in output and "ray.exceptions" not in output

@@ -1,4 +1,4 @@
-"""A search that is killed after any event of its journal, and goes on, ends as one that was left alone."""
+"""A search that is killed after any event of its journal, and resumed, ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def loss_of(config: dict[str, Any], rung: int) -> float:
 
 
 def drive(journal: Journal, problem: SearchProblem, searcher_name: str, scheduler_name: str) -> None:
-    """What Tune does, one trial at a time: each that starts tells all its reports again."""
+    """Behave as Tune does, one trial at a time: each that starts repeats all its reports."""
     journal.begin(RUNGS)
     searcher = make_searcher(searcher_name, problem)
     scheduler = make_scheduler(scheduler_name, RungProblem(RUNGS, 2.0, ("gqa",), trials=problem.total))
@@ -168,12 +168,12 @@ def test_killed_after_every_few_events_the_search_ends_as_one_that_was_left_alon
 
 
 def events_of(file: Path) -> list[dict[str, Any]]:
-    """What a journal says, but for when."""
+    """The content of a journal without times."""
     return [{key: value for key, value in event.items() if key != "time"} for event in read_events(file)]
 
 
 def test_every_prefix_of_a_journal_is_a_state_that_the_search_was_in(demo_dir: Path, tmp_path: Path) -> None:
-    """Whichever byte a kill comes after: what was written whole is read, and the next writer goes on from there."""
+    """A kill after any byte: complete lines are read, and the next writer continues from there."""
     journal = Journal(tmp_path / "journal.jsonl")
     drive(journal, replace(problem_of(demo_dir, ["gqa"], [0.5]), samples=1), "random", "front")
     lines = journal.path.read_bytes().splitlines(keepends=True)
@@ -244,10 +244,10 @@ except JournalError:
 
 def test_a_full_disk_leaves_a_whole_journal_and_says_what_to_do(tmp_path: Path) -> None:
     file = tmp_path / "journal"
-    told = subprocess.run([sys.executable, "-c", FILL, str(file)], capture_output=True, text=True, check=True).stdout
-    assert f"{file}: cannot be written" in told
-    assert "--resume" in told
-    assert told.endswith("refused\n")
+    process = subprocess.run([sys.executable, "-c", FILL, str(file)], capture_output=True, text=True, check=True).stdout
+    assert f"{file}: cannot be written" in process
+    assert "--resume" in process
+    assert process.endswith("refused\n")
     events = read_events(file)[1:]
     assert [e["number"] for e in events] == list(range(len(events)))
     assert 10 < len(events) < 100
@@ -256,7 +256,7 @@ def test_a_full_disk_leaves_a_whole_journal_and_says_what_to_do(tmp_path: Path) 
 
 
 def test_a_disk_that_is_full_for_a_trial_ends_the_search_and_not_the_trial(demo_dir: Path, tmp_path: Path) -> None:
-    """Else all the others would fail after it, and what is left would be promoted."""
+    """Otherwise all the others would fail after it, and the remaining ones would be promoted."""
     journal = begun(tmp_path, "t0")
     scheduler = JournaledScheduler(make_scheduler("asha", RungProblem(RUNGS, 2.0)), journal)
     search = JournaledSearch(make_searcher("random", problem_of(demo_dir)), scheduler, journal)

@@ -27,25 +27,25 @@ def report(scheduler: RungScheduler, one: FakeTrial, rung: int, loss: float) -> 
 
 
 def test_the_weaker_of_one_ratio_is_stopped_at_the_untrained_rung() -> None:
-    own = scheduler("asha")
-    assert report(own, trial(1, []), 0, 2.5) == CONTINUE
-    assert report(own, trial(2, []), 0, 3.5) == STOP
+    rule = scheduler("asha")
+    assert report(rule, trial(1, []), 0, 2.5) == CONTINUE
+    assert report(rule, trial(2, []), 0, 3.5) == STOP
 
 
 def test_ratios_do_not_compete() -> None:
-    own = scheduler("asha")
-    assert report(own, trial(1, [], 0.5), 0, 2.3) == CONTINUE
-    assert report(own, trial(2, [], 0.25), 0, 5.0) == CONTINUE
+    rule = scheduler("asha")
+    assert report(rule, trial(1, [], 0.5), 0, 2.3) == CONTINUE
+    assert report(rule, trial(2, [], 0.25), 0, 5.0) == CONTINUE
 
 
 @pytest.mark.parametrize(("rungs", "factor"), [(2, 2.0), (3, 2.0), (4, 3.0), (5, 1.5), (6, 4.0)])
 def test_every_rung_but_the_last_can_stop(rungs: int, factor: float) -> None:
     for stopping in range(rungs):
-        own = scheduler("asha", rungs, factor)
+        rule = scheduler("asha", rungs, factor)
         good, bad = trial(1, []), trial(2, [])
         for rung in range(rungs):
-            assert report(own, good, rung, 2.0) == CONTINUE
-        answers = [report(own, bad, rung, 1.0 if rung < stopping else 3.0) for rung in range(stopping + 1)]
+            assert report(rule, good, rung, 2.0) == CONTINUE
+        answers = [report(rule, bad, rung, 1.0 if rung < stopping else 3.0) for rung in range(stopping + 1)]
         assert answers == [CONTINUE] * stopping + [CONTINUE if stopping == rungs - 1 else STOP]
 
 
@@ -54,7 +54,7 @@ def test_every_rung_but_the_last_can_stop(rungs: int, factor: float) -> None:
 @pytest.mark.parametrize("ratios", [(0.5,), (0.5, 0.25)])
 def test_for_each_ratio_it_decides_as_asha_of_ray(seed: int, factor: float, ratios: tuple[float, ...]) -> None:
     generator = np.random.default_rng(seed)
-    own = scheduler("asha", 4, factor)
+    rule = scheduler("asha", 4, factor)
     brackets = {
         ratio: AsyncHyperBandScheduler(
             "resource",
@@ -77,7 +77,7 @@ def test_for_each_ratio_it_decides_as_asha_of_ray(seed: int, factor: float, rati
                 continue  # as a relaxation leaves rungs out
             result = {"resource": factor**rung, "loss": loss}
             theirs = asha.on_trial_result(None, one, result)  # pyright: ignore[reportArgumentType]
-            assert report(own, one, rung, loss) == theirs
+            assert report(rule, one, rung, loss) == theirs
             if theirs == STOP:
                 stopped += 1
                 break
@@ -122,38 +122,38 @@ def slow_asha(curves: list[list[float]], workers: int, factor: float, seconds: A
 @pytest.mark.parametrize("workers", [1, 3, 8])
 @pytest.mark.parametrize("factor", [2.0, 3.0])
 def test_with_one_objective_it_is_asha(workers: int, factor: float) -> None:
-    """The same jobs in the same order, until nobody is to advance and the last ones are let go on."""
+    """The same jobs in the same order, until no trial is to advance and the last ones are released."""
     for seed in range(4):
         generator = np.random.default_rng(seed)
         curves = np.round(np.sort(generator.uniform(size=(40, 4)), axis=1)[:, ::-1], 2).tolist()
         cost = generator.uniform(1, 3, size=(40, 4))
         reference = slow_asha(curves, workers, factor, lambda t, rung, cost=cost: cost[t, rung])
-        own = scheduler("front", 4, factor, objectives=("loss",))
+        rule = scheduler("front", 4, factor, objectives=("loss",))
         trials = [trial(n, curve, (0.5, 0.25)[n % 2]) for n, curve in enumerate(curves)]
-        tune = VirtualTune(own, trials, workers, lambda t, rung, cost=cost: cost[int(t.trial_id[1:]), rung]).run()
+        tune = VirtualTune(rule, trials, workers, lambda t, rung, cost=cost: cost[int(t.trial_id[1:]), rung]).run()
         assert tune.jobs[: len(reference)] == reference
 
 
 def test_advancing_by_rank_worked() -> None:
-    """Four trials at the first rung, two of which go on: the front, though its losses are not the lowest two.
+    """Four trials at the first rung, two of which continue: the front, though its losses are not the lowest two.
 
     (2.0, half) and (3.0, quarter) beat all others at their budgets; (2.1, half) has a lower loss than the second, but
-    it is behind the first in the loss and equal in bytes.
+    it is dominated by the first in the loss and equal in bytes.
     """
-    own = scheduler("front")
+    rule = scheduler("front")
     a, b, c, d = trial(1, [], 0.5), trial(2, [], 0.5), trial(3, [], 0.25), trial(4, [], 0.25)
-    assert report(own, b, 0, 2.1) == PAUSE  # the first of one: int(1 / 2) = 0 go on
-    assert report(own, a, 0, 2.0) == CONTINUE  # the best of two goes on at once
-    assert report(own, d, 0, 3.5) == PAUSE  # int(3 / 2) = 1, and that has gone on
-    assert report(own, c, 0, 3.0) == CONTINUE  # int(4 / 2) = 2: the front of two ranks
-    assert own.slots.promised == 0
+    assert report(rule, b, 0, 2.1) == PAUSE  # the first of one: int(1 / 2) = 0 continue
+    assert report(rule, a, 0, 2.0) == CONTINUE  # the best of two continues at once
+    assert report(rule, d, 0, 3.5) == PAUSE  # int(3 / 2) = 1, and that has gone on
+    assert report(rule, c, 0, 3.0) == CONTINUE  # int(4 / 2) = 2: the front of two ranks
+    assert rule.slots.promised == 0
 
 
 def test_a_trial_overtaken_on_paper_does_not_come_back() -> None:
-    """Who has advanced takes no place of the next ones (Li 2020: promotions are never taken back)."""
-    own = scheduler("front", objectives=("loss",))
+    """A trial that has advanced takes no slot of the next ones (Li 2020: promotions are never taken back)."""
+    rule = scheduler("front", objectives=("loss",))
     losses = [5.0, 4.0, 3.0, 2.0]
-    assert [report(own, trial(n, []), 0, loss) for n, loss in enumerate(losses)] == [
+    assert [report(rule, trial(n, []), 0, loss) for n, loss in enumerate(losses)] == [
         PAUSE,
         CONTINUE,
         CONTINUE,
@@ -168,8 +168,8 @@ def test_with_synchronous_rungs_the_order_of_reports_does_not_matter() -> None:
     for seed in range(6):
         cost = np.random.default_rng(seed).uniform(1, 9, size=(21, 3))
         trials = [trial(n, curve, (0.5, 0.25, 0.125)[n % 3]) for n, curve in enumerate(curves)]
-        own = make_scheduler("front", RungProblem(3, 2.0, trials=21), {"synchronous": True})
-        tune = VirtualTune(own, trials, 1 + seed, lambda t, rung, cost=cost: cost[int(t.trial_id[1:]), rung]).run()
+        rule = make_scheduler("front", RungProblem(3, 2.0, trials=21), {"synchronous": True})
+        tune = VirtualTune(rule, trials, 1 + seed, lambda t, rung, cost=cost: cost[int(t.trial_id[1:]), rung]).run()
         done.append({t.trial_id: t.done for t in tune.trials})
     assert all(other == done[0] for other in done)
     first = [(curve[0], t.kv_bytes) for curve, t in zip(curves, trials, strict=True)]
@@ -179,19 +179,19 @@ def test_with_synchronous_rungs_the_order_of_reports_does_not_matter() -> None:
 
 
 def test_new_trials_wait_for_those_that_advance() -> None:
-    """A freed worker first asks who is to advance (Li 2020, Algorithm 2, get_job)."""
-    own = scheduler("front", objectives=("loss",))
+    """A free worker first looks for a trial to advance (Li 2020, Algorithm 2, get_job)."""
+    rule = scheduler("front", objectives=("loss",))
     late, early = trial(1, []), trial(2, [])
-    tune = VirtualTune(own, [], 4)
+    tune = VirtualTune(rule, [], 4)
     for one in (early, late):
-        own.on_trial_add(tune, one)
-    assert report(own, early, 0, 2.0) == PAUSE
-    assert own.slots.promised == 0
-    assert report(own, late, 0, 3.0) == PAUSE  # the other one is the best of the two
-    assert own.slots.promised == 1
+        rule.on_trial_add(tune, one)
+    assert report(rule, early, 0, 2.0) == PAUSE
+    assert rule.slots.promised == 0
+    assert report(rule, late, 0, 3.0) == PAUSE  # the other one is the best of the two
+    assert rule.slots.promised == 1
     early.status = "PAUSED"
-    assert own.choose_trial_to_run(tune) is early
-    assert own.slots.promised == 0 and own.choose_trial_to_run(tune) is None
+    assert rule.choose_trial_to_run(tune) is early
+    assert rule.slots.promised == 0 and rule.choose_trial_to_run(tune) is None
 
 
 def test_a_synchronous_search_must_know_its_size() -> None:

@@ -1,7 +1,7 @@
 """Rung 0 and the original model's score take as many sequences at once as the training does, and less out of memory.
 
-Out of memory is an injected torch.OutOfMemoryError: there is no GPU here to fill. The one of Tune's calls that a trial
-makes in this process, its report, goes to a list.
+Out of memory is an injected torch.OutOfMemoryError: there is no GPU here to fill. Of Tune's calls only a trial's report
+is made in this process; it is appended to a list.
 """
 
 from __future__ import annotations
@@ -83,30 +83,30 @@ def test_rung_zero(context: TrialContext, tried: list[int], monkeypatch: pytest.
     assert short["notes"] == [NOTE]
     for name in ("loss", "kl", "loss_increase"):
         assert short[name] == pytest.approx(calm[name], abs=1e-6)
-    kept = json.loads((Path(context.folder) / "trials" / "short" / "facts.json").read_text())
-    assert kept["notes"] == [NOTE], "a trial that is resumed still says so"
+    stored = json.loads((Path(context.folder) / "trials" / "short" / "facts.json").read_text())
+    assert stored["notes"] == [NOTE], "a trial that is resumed still says so"
 
 
 def test_later_reports_keep_the_note_and_add_their_own(context: TrialContext) -> None:
     rungs = ReportRungs(context, {"notes": [NOTE]}, 0)
-    told = rungs.complete({"step": 0, "loss": 4.5, "notes": ["trained with 2"]})
-    assert told is not None and told["notes"] == [NOTE, "trained with 2"]
+    report = rungs.complete({"step": 0, "loss": 4.5, "notes": ["trained with 2"]})
+    assert report is not None and report["notes"] == [NOTE, "trained with 2"]
     assert "notes" not in (ReportRungs(context, {}, 0).complete({"step": 0, "loss": 4.5}) or {})
 
 
 def test_a_large_original_is_gone_before_the_converted_model_is_cast(
     context: TrialContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is cast has memory of its own, and at that time there shall be one model only."""
+    """Converted weights have separate memory, and at that time only one model may exist."""
     shared_parts.cache_clear()
     monkeypatch.setattr(untrained, "KEEP_BELOW", 0)
     original = weakref.ref(shared_parts(context).original.model)
     there: list[bool] = []
     cast = untrained.cast_weights
 
-    def looked(*given: Any) -> None:
+    def looked(*arguments: Any) -> None:
         there.append(original() is not None)
-        cast(*given)
+        cast(*arguments)
 
     monkeypatch.setattr(untrained, "cast_weights", looked)
     reports_of(context, "large", monkeypatch)

@@ -52,12 +52,12 @@ def test_the_last_rung_holds_nobody(make: Any) -> None:
     assert {d for (_, rung), d in tune.decisions.items() if rung == LAST} == {CONTINUE}
 
 
-def test_with_one_rung_nobody_is_held(make: Any) -> None:
+def test_with_one_rung_no_trial_waits(make: Any) -> None:
     tune = VirtualTune(make(rungs=1), curves(8, rungs=1)).run()
     assert set(tune.decisions.values()) == {CONTINUE} and ended(tune)
 
 
-def test_protected_trials_go_on_and_do_not_count(make: Any) -> None:
+def test_protected_trials_continue_and_do_not_count(make: Any) -> None:
     baselines = [trial(100 + n, [9.0, 9.0, 9.0], recipe="gqa") for n in range(3)]
     with_them = VirtualTune(make(trials=27), baselines + curves(24), workers=1).run()
     without = VirtualTune(make(), curves(24), workers=1).run()
@@ -66,12 +66,12 @@ def test_protected_trials_go_on_and_do_not_count(make: Any) -> None:
     assert own == without.decisions
 
 
-def test_plans_of_the_searcher_are_not_held_and_do_not_count(make: Any) -> None:
+def test_plans_of_the_searcher_do_not_wait_and_do_not_count(make: Any) -> None:
     probes = [trial(100 + n, [1.0], plan="{}", probe=True) for n in range(3)]
-    found = trial(200, [9.0, 9.0, 9.0], plan="{}", probe=False)
-    tune = VirtualTune(make(trials=28), [*probes, found, *curves(24)], workers=1).run()
+    result = trial(200, [9.0, 9.0, 9.0], plan="{}", probe=False)
+    tune = VirtualTune(make(trials=28), [*probes, result, *curves(24)], workers=1).run()
     own = {key: d for key, d in tune.decisions.items() if int(key[0][1:]) < 100}
-    assert found.done == RUNGS
+    assert result.done == RUNGS
     assert own == VirtualTune(make(), curves(24), workers=1).run().decisions
 
 
@@ -98,7 +98,7 @@ def test_trials_that_skip_rungs_end(make: Any) -> None:
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_relaxation_is_not_judged_by_a_model_that_it_never_trains_from(make: Any, workers: int, skips: bool) -> None:
-    """Whatever the pooled model scored, even nan: nobody is stopped for it, and nobody else for comparison with it."""
+    """Any score of the pooled model, even nan: no trial is stopped for it, nor for comparison with it."""
 
     def run(pooled: float) -> VirtualTune:
         trials = curves(24)
@@ -115,7 +115,7 @@ def test_a_relaxation_is_not_judged_by_a_model_that_it_never_trains_from(make: A
     assert bad.decisions == good.decisions == broken.decisions
 
 
-def test_after_a_kill_a_relaxation_goes_on(make: Any) -> None:
+def test_after_a_kill_a_relaxation_resumes(make: Any) -> None:
     trials = curves(24)
     for t in trials[::3]:
         t.first, t.curve[0] = {"pooled": True}, 99.0
@@ -169,7 +169,7 @@ def test_a_rung_that_is_reported_again_is_decided_as_before(make: Any) -> None:
 
 
 @pytest.mark.parametrize("events", [1, 7, 20, 33])
-def test_after_a_kill_it_goes_on_as_if_nothing_had_happened(make: Any, events: int) -> None:
+def test_after_a_kill_it_resumes_as_if_nothing_had_happened(make: Any, events: int) -> None:
     def seconds(one: FakeTrial, rung: int) -> float:
         return 1.0 + rung
 

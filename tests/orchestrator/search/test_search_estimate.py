@@ -1,4 +1,4 @@
-"""What a search is said to take, before it runs."""
+"""The estimate of a search, before it runs."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ def test_trials_and_tokens_are_counted(tmp_path: Path) -> None:
     """papers.yaml, counted by hand: 39 pairs of arm and budget and the baseline at 100 %, x 2 rates x 2 seeds, and x 2
     objectives but for the three of align, which has its own."""
     config = config_of("papers")
-    found = of(config, tmp_path)
+    result = of(config, tmp_path)
     trials = (37 * 2 + 3) * 2 * 2
-    assert found.trials == trials
-    assert found.tokens == found.tokens_most == trials * 36 * 8 * 128
+    assert result.trials == trials
+    assert result.tokens == result.tokens_most == trials * 36 * 8 * 128
     assert of(config_of("papers", "search.distillations=[none]"), tmp_path).trials == 40 * 2 * 2
-    assert found.trainings == 0
+    assert result.trainings == 0
 
 
 def test_halving_stops_some_and_the_baseline_never(tmp_path: Path) -> None:
     config = config_of("demo")
-    found = of(config, tmp_path)
-    assert found.trials == 14
+    result = of(config, tmp_path)
+    assert result.trials == 14
     a_step = 8 * 256
-    # 2 baselines go through; of 12 others a half is left at the first rung, a quarter at the second
-    assert found.tokens == (2 * 24 + 6 * 8 + 6 * 16 // 2) * a_step + 6 * 40 * a_step
-    assert found.tokens_most == 14 * 24 * a_step + 6 * 40 * a_step
-    assert found.trainings == 6  # the best two and the baseline of two budgets
+    # 2 baselines continue; of 12 others a half remains at the first rung, a quarter at the second
+    assert result.tokens == (2 * 24 + 6 * 8 + 6 * 16 // 2) * a_step + 6 * 40 * a_step
+    assert result.tokens_most == 14 * 24 * a_step + 6 * 40 * a_step
+    assert result.trainings == 6  # the best two and the baseline of two budgets
 
 
 def test_a_searcher_with_probes_trains_only_what_it_finds(tmp_path: Path) -> None:
     config = config_of(
         "demo", "search.searcher=asymgqa", "search.num_samples=40", "search.search_space={}", "search.params={}"
     )
-    found = of(config, tmp_path)
-    assert found.probes == 40
-    assert found.trials == 12 + 40 + 2
+    result = of(config, tmp_path)
+    assert result.probes == 40
+    assert result.trials == 12 + 40 + 2
 
 
 def test_hours_and_price_follow_the_rate(tmp_path: Path) -> None:
@@ -121,21 +121,21 @@ def test_workers_with_gpus_are_not_measured_on_a_machine_without(
 ) -> None:
     config = config_of("demo", "train.gpus_per_worker=1", "resources.tokens_per_second=null")
     monkeypatch.setattr(time.torch.cuda, "is_available", lambda: False)
-    found = of(config, tmp_path)
-    assert found.rate is None and found.hours is None
-    assert "resources.tokens_per_second" in found.describe(config)["rate"]
+    result = of(config, tmp_path)
+    assert result.rate is None and result.hours is None
+    assert "resources.tokens_per_second" in result.describe(config)["rate"]
 
 
 def test_the_rate_is_measured_where_it_can_be(tmp_path: Path) -> None:
     config = config_of(
         "demo", "resources.tokens_per_second=null", "train.micro_batch_size=1", "data.sequence_length=64"
     )
-    found = of(config, tmp_path)
-    assert found.rate_from == "measured here"
-    assert found.rate and found.rate > 0
+    result = of(config, tmp_path)
+    assert result.rate_from == "measured here"
+    assert result.rate and result.rate > 0
 
 
-def test_the_verb_tells_either_way_and_refuses_half(tmp_path: Path) -> None:
+def test_the_verb_reports_either_way_and_refuses_half(tmp_path: Path) -> None:
     changes = [f"model.path={REPOSITORY / 'examples' / 'stdlib-llama'}", "resources.tokens_per_second=1000"]
     record = tmp_path / "estimate.json"
     for first in ([str(CONFIGS / "demo.yaml")], ["--config", str(CONFIGS / "demo.yaml")]):

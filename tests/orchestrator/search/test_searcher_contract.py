@@ -42,7 +42,7 @@ def problem(demo_dir: Path, name: str, seed: int = 0, **search: Any) -> SearchPr
 
 
 def similarities(recipe: Recipe) -> dict[tuple[int, str], np.ndarray]:
-    """Of the demo checkpoint's heads; numbers that are any."""
+    """Plans of the demo checkpoint's heads; the numbers are arbitrary."""
     generator = np.random.default_rng(0)
     return {(layer, side): generator.normal(size=(8, 8)) for layer in range(4) for side in SIDES}
 
@@ -61,7 +61,7 @@ def complete(searcher: Searcher, trial_id: str, config: dict[str, Any]) -> None:
 
 
 def expected(searcher: ResumableSearcher) -> int:
-    """How many trials there are in the end: the chains' plans that were measured already need no trial."""
+    """The final number of trials: plans of the chains that were measured already need no trial."""
     if not isinstance(searcher, ChainSearch):
         return searcher.total
     moves = sum(chain.moves for chains in searcher._chains.values() for chain in chains)
@@ -69,7 +69,7 @@ def expected(searcher: ResumableSearcher) -> int:
 
 
 def drive(searcher: Searcher, start: int = 0, stop: int | None = None, fail_every: int = 0) -> list[dict[str, Any]]:
-    """Suggestions, each completed before the next is asked for."""
+    """Suggestions, each completed before the next is requested."""
     configs = []
     for number in range(start, 1000 if stop is None else stop):
         config = searcher.suggest(f"t{number}")
@@ -97,23 +97,23 @@ def test_named_candidates_come_first_then_samples_then_the_end(demo_dir: Path, n
     assert [Candidate.from_config(c).key for c in configs[: len(task.named)]] == [c.key for c in task.named]
 
 
-def test_what_is_upcoming_comes_whatever_is_reported(demo_dir: Path, name: str) -> None:
-    """And asking for it changes nothing."""
-    asked, silent = (SEARCHERS.get(name)(problem(demo_dir, name)) for _ in range(2))
+def test_what_is_upcoming_does_not_depend_on_reports(demo_dir: Path, name: str) -> None:
+    """And the request changes nothing."""
+    requested, silent = (SEARCHERS.get(name)(problem(demo_dir, name)) for _ in range(2))
     named = len(problem(demo_dir, name).named)
-    for number in range(asked.total):
-        upcoming = asked.upcoming(2)
+    for number in range(requested.total):
+        upcoming = requested.upcoming(2)
         assert len(upcoming) == 2 or number >= named - 1
-        configs = [searcher.suggest(f"t{number}") for searcher in (asked, silent)]
+        configs = [searcher.suggest(f"t{number}") for searcher in (requested, silent)]
         assert configs[0] == configs[1]
         if not isinstance(configs[0], dict):
             assert not upcoming
             return
         if upcoming:
             assert configs[0] == upcoming[0].config()
-        for searcher in (asked, silent):
+        for searcher in (requested, silent):
             complete(searcher, f"t{number}", configs[0])
-    assert not asked.upcoming(1)
+    assert not requested.upcoming(1)
 
 
 def test_every_suggestion_is_a_plan_that_can_be_made(demo_dir: Path, name: str) -> None:
@@ -157,12 +157,12 @@ def in_waves(searcher: Searcher, backwards: bool, wave: int = 6) -> list[dict[st
 
 def test_the_order_of_results_changes_no_suggestion(demo_dir: Path, name: str) -> None:
     """Only which results are known when a trial is suggested may do so."""
-    found = []
+    result = []
     for backwards in (False, True):
         task = problem(demo_dir, name, recipes=["gqa", "headfold"])
         task = replace(task, samples=SAMPLES.get(name, 24))
-        found.append(in_waves(SEARCHERS.get(name)(task), backwards))
-    assert found[0] == found[1]
+        result.append(in_waves(SEARCHERS.get(name)(task), backwards))
+    assert result[0] == result[1]
 
 
 def digest_of_draws(demo_dir: Path) -> str:
@@ -171,7 +171,7 @@ def digest_of_draws(demo_dir: Path) -> str:
 
 
 def test_the_same_seed_gives_the_same_suggestions_in_another_process(demo_dir: Path) -> None:
-    """Whose strings, for one, have other hashes."""
+    """A process whose strings, for one, have other hashes."""
     module = "tests.orchestrator.search.test_searcher_contract"
     code = f"import pathlib, {module} as own; print(own.digest_of_draws(pathlib.Path({str(demo_dir)!r})))"
     done = subprocess.run(
@@ -198,20 +198,20 @@ def test_several_trials_may_run_at_a_time(demo_dir: Path, name: str) -> None:
     task = problem(demo_dir, name)
     searcher = SEARCHERS.get(name)(task)
     waiting: dict[str, dict[str, Any]] = {}
-    made = most = 0
-    while (config := searcher.suggest(f"t{made}")) != Searcher.FINISHED:
-        if config is None:  # it wants a result first, and there is one under way: the newest comes first
+    created = most = 0
+    while (config := searcher.suggest(f"t{created}")) != Searcher.FINISHED:
+        if config is None:  # it needs a result first, and a trial is running: the newest comes first
             assert waiting
             complete(searcher, *waiting.popitem())
             continue
         assert isinstance(config, dict)
-        waiting[f"t{made}"] = config
-        made, most = made + 1, max(most, len(waiting))
-    assert made == expected(searcher)
-    assert most >= min(made, len(task.named) + 4)
+        waiting[f"t{created}"] = config
+        created, most = created + 1, max(most, len(waiting))
+    assert created == expected(searcher)
+    assert most >= min(created, len(task.named) + 4)
 
 
-def test_told_of_the_recorded_trials_it_goes_on_as_if_nothing_had_happened(demo_dir: Path, name: str) -> None:
+def test_given_the_recorded_trials_it_resumes_as_if_nothing_had_happened(demo_dir: Path, name: str) -> None:
     task = problem(demo_dir, name)
     whole = drive(SEARCHERS.get(name)(task))
     for half in (3, len(task.named), len(whole) - 1, len(whole)):

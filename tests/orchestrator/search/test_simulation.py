@@ -37,11 +37,11 @@ def test_a_simulated_search_ends_with_every_trial_in_records_and_mlflow(tmp_path
 
 def test_generated_curves_look_like_the_recorded_ones() -> None:
     assert len(recorded()) == 92
-    own, made = fit(), generated(300, seed=1)
-    assert generated(300, seed=1) == made
+    own, created = fit(), generated(300, seed=1)
+    assert generated(300, seed=1) == created
     for rung in range(3):
         real = [np.log(c.loss(rung) - own.floor) for c in recorded() if None not in c.rungs]
-        fake = [np.log(c.loss(rung) - own.floor) for c in made]
+        fake = [np.log(c.loss(rung) - own.floor) for c in created]
         assert abs(np.mean(real) - np.mean(fake)) < 0.25
         assert np.std(real) <= np.std(fake) * 1.15
 
@@ -72,6 +72,6 @@ def test_the_mean_hypervolume_is_the_area_under_its_steps() -> None:
     curve = Curve("own", 0.5, 1e-3, 0, 1.0, rungs)
     trial = FakeTrial("t0", [3.0, 2.0, 1.0], {}, 1)
     reports = [(trial, {"rung": rung, "loss": 3.0 - rung}) for rung in range(3)]
-    found = follow(reports, {"t0": curve}, (4.0, 2.0), 3)
-    assert (found.tokens, found.volume) == ([0, 10, 20], [1.0, 2.0, 3.0])
-    assert found.mean(10) == 1.0 and found.mean(20) == 1.5 and found.mean(40) == (10 * 1 + 10 * 2 + 20 * 3) / 40
+    result = follow(reports, {"t0": curve}, (4.0, 2.0), 3)
+    assert (result.tokens, result.volume) == ([0, 10, 20], [1.0, 2.0, 3.0])
+    assert result.mean(10) == 1.0 and result.mean(20) == 1.5 and result.mean(40) == (10 * 1 + 10 * 2 + 20 * 3) / 40

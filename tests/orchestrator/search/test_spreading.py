@@ -48,7 +48,7 @@ def test_processes_that_write_at_once_keep_each_others_points(tmp_path: Path) ->
 def _write(file: Path, layer: int) -> None:
     for count in range(1, 26):
         known: dict[str, CurvePoint] = {}
-        curves = Curves(lambda *_: ((0,),), lambda found, _: [0.5] * len(found), known, file, units=100)
+        curves = Curves(lambda *_: ((0,),), lambda result, _: [0.5] * len(result), known, file, units=100)
         curves.of([CurveSite(layer, ("key",))], [count])
 
 
@@ -79,7 +79,7 @@ def test_tasks_leave_what_one_process_leaves(
         torch.set_num_threads(threads)
     (spread,), (serial,) = ((tmp_path / name).glob("curves-*.json") for name in ("spread", "alone"))
     assert spread.name == serial.name
-    found, expected = (json.loads(path.read_text()) for path in (spread, serial))
-    assert found.keys() == expected.keys() and len(found) == 4 * 2 * 3
+    result, expected = (json.loads(path.read_text()) for path in (spread, serial))
+    assert result.keys() == expected.keys() and len(result) == 4 * 2 * 3
     for key, (increase, partition) in expected.items():
-        assert found[key][0] == pytest.approx(increase, abs=1e-6) and found[key][1] == partition
+        assert result[key][0] == pytest.approx(increase, abs=1e-6) and result[key][1] == partition

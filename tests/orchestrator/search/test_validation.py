@@ -1,4 +1,4 @@
-"""What is checked against the checkpoint, the texts, the storage and the cluster before anything starts."""
+"""Checks against the checkpoint, the texts, the storage and the cluster before anything starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def arm(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "text"),
     [
         ({"search": {"kv_ratios": [0.3], "strict": True}}, ["search.kv_ratios", "0.3", "gqa", "0.25"]),
         ({"search": {"recipes": ["gqa", "dha9"]}}, ["search.recipes", "dha9", "headfold"]),
@@ -76,10 +76,10 @@ def arm(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_bad_input_is_refused_naming_key_value_and_remedy(
-    demo_dir: Path, tmp_path: Path, sections: dict[str, Any], said: list[str]
+    demo_dir: Path, tmp_path: Path, sections: dict[str, Any], text: list[str]
 ) -> None:
     message = refusal(record(demo_dir, tmp_path, **sections))
-    for word in said:
+    for word in text:
         assert word in message
     assert not list(tmp_path.glob("small*")), "nothing of the search may exist after a refusal"
 
@@ -122,16 +122,16 @@ def test_a_checkpoint_without_tokenizer_is_refused(demo_dir: Path, tmp_path: Pat
 def test_a_sound_configuration_gives_candidates_and_token_files(
     demo_dir: Path, tmp_path: Path, little_text: str
 ) -> None:
-    given = {"data": SMALL | {"source": little_text}}
-    prepared = validate_search(parse_config(record(demo_dir, tmp_path, **given)))
+    settings = {"data": SMALL | {"source": little_text}}
+    prepared = validate_search(parse_config(record(demo_dir, tmp_path, **settings)))
     names = [(c.recipe.name, c.kv_ratio) for c in prepared.problem.named]
     assert names == [("gqa", 0.5), ("gqa", 0.25), ("headfold", 0.5), ("headfold", 0.25)]
     assert set(prepared.files) == {"train", "eval", "calibration", "test"} and len(set(prepared.files.values())) == 4
     assert all(map(is_complete, prepared.files.values()))
     assert prepared.reused == ()
-    again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1}, **given)))
+    again = validate_search(parse_config(record(demo_dir, tmp_path, search={"seed": 1}, **settings)))
     assert again.reused == ("eval", "test"), "held-out text is the same whatever the seed"
-    assert validate_search(parse_config(record(demo_dir, tmp_path, **given))).reused == (
+    assert validate_search(parse_config(record(demo_dir, tmp_path, **settings))).reused == (
         "train",
         "eval",
         "calibration",
@@ -139,7 +139,7 @@ def test_a_sound_configuration_gives_candidates_and_token_files(
     )
 
 
-def test_a_text_is_trained_on_once_unless_more_is_asked_for(demo_dir: Path, tmp_path: Path) -> None:
+def test_a_text_is_trained_on_once_unless_more_is_requested(demo_dir: Path, tmp_path: Path) -> None:
     def check(steps: int, promoted: int, **data: Any) -> None:
         sections = {"rungs": {"steps": [0, steps]}, "promotion": {"steps": promoted}, "data": SMALL | data}
         check_epochs(parse_config(record(demo_dir, tmp_path, **sections)))
@@ -164,7 +164,7 @@ def test_no_configuration_of_ours_sees_a_text_twice_unasked(config: Path) -> Non
 
 
 def test_gpus_that_a_worker_would_leave_idle_are_refused(demo_dir: Path, tmp_path: Path) -> None:
-    """DeepSpeed takes GPU number LOCAL_RANK, whatever Ray has given the worker."""
+    """DeepSpeed takes GPU number LOCAL_RANK, whichever GPU Ray has given the worker."""
 
     def check(**sections: Any) -> None:
         check_gpus(parse_config(record(demo_dir, tmp_path, data=SMALL, **sections)))
@@ -198,7 +198,7 @@ def test_relative_storage_of_a_ray_job_goes_home(monkeypatch: pytest.MonkeyPatch
     assert storage_path("file:///data/runs") == Path("/data/runs")
 
 
-def test_a_second_search_of_one_name_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_second_search_of_one_name_gets_a_separate_folder(tmp_path: Path) -> None:
     first, second = SearchFolder.fresh(tmp_path, "demo"), SearchFolder.fresh(tmp_path, "demo")
     SearchFolder.fresh(tmp_path, "demo-x")
     assert (first.root.name, second.root.name) == ("demo", "demo-2")
@@ -213,14 +213,14 @@ def test_a_second_search_of_one_name_gets_a_folder_of_its_own(tmp_path: Path) ->
 def test_any_search_of_a_storage_can_be_resumed_by_name_or_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [SearchFolder.fresh(tmp_path / "runs", "demo") for _ in range(3)]
-    for folder in made:
+    created = [SearchFolder.fresh(tmp_path / "runs", "demo") for _ in range(3)]
+    for folder in created:
         folder.snapshot.write_text("")
-    made[2].state.write_text('{"ended": "done"}')
-    assert SearchFolder.unended(tmp_path / "runs", "demo") == made[:2]
+    created[2].state.write_text('{"ended": "done"}')
+    assert SearchFolder.unended(tmp_path / "runs", "demo") == created[:2]
     monkeypatch.chdir(tmp_path)
-    for given in ("demo-2", "runs/demo-2", "runs/demo-2/", str(made[1].root)):
-        assert SearchFolder.named(tmp_path / "runs", given) == made[1]
+    for given in ("demo-2", "runs/demo-2", "runs/demo-2/", str(created[1].root)):
+        assert SearchFolder.named(tmp_path / "runs", given) == created[1]
     elsewhere = SearchFolder.fresh(tmp_path / "others", "demo-7")
     elsewhere.snapshot.write_text("")
     for given in ("demo-9", str(elsewhere.root), "..", ""):
@@ -238,7 +238,7 @@ def test_any_search_of_a_storage_can_be_resumed_by_name_or_folder(
         (["demo-2"], False, (["demo-2"], None)),  # refused as an override
     ],
 )
-def test_the_name_after_resume_is_told_from_overrides(
+def test_the_name_after_resume_is_distinguished_from_overrides(
     words: list[str], resume: bool, expected: tuple[list[str], str | None]
 ) -> None:
     assert split_overrides(words, resume) == expected

@@ -1,4 +1,4 @@
-"""That a search waits for nodes is told in its log, in its status and in MLflow, once and when it changes."""
+"""That a search waits for nodes is reported in its log, in its status and in MLflow, once and when it changes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ SAID = "2 worker(s) of 50 CPU each, the cluster has room for 0 of 2; no autoscal
 
 def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
+    while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return result
 
 
 def test_a_search_says_what_it_waits_for(
@@ -69,12 +69,12 @@ def test_a_search_says_what_it_waits_for(
         assert tag() == "nothing"
         assert read_status(folder).waits_for is None
         for _ in range(2):
-            asked = placement_group([{"CPU": 50}] * 2)
+            requested = placement_group([{"CPU": 50}] * 2)
             assert until(lambda: tag().startswith(f"{SAID} (since 2"))
             assert (read_status(folder).waits_for or "").startswith(SAID)
             assert f"waits for {SAID}" in status_line(read_status(folder))
-            remove_placement_group(asked)
+            remove_placement_group(requested)
             assert until(lambda: tag() == "nothing")
             assert read_status(folder).waits_for is None
-    told = [text for text in capsys.readouterr().out.splitlines() if text.startswith("waiting")]
-    assert told == ["waiting  no more", *[f"waiting  for {SAID}", "waiting  no more"] * 2]
+    output = [text for text in capsys.readouterr().out.splitlines() if text.startswith("waiting")]
+    assert output == ["waiting  no more", *[f"waiting  for {SAID}", "waiting  no more"] * 2]

@@ -62,10 +62,10 @@ def test_each_format_has_the_losses_of_our_runtime_and_its_bytes(
             whole[key, name] = ours
             assert row["loss"] == pytest.approx(ours, abs=CLOSE), (key, name)
             assert row["loss_increase"] == pytest.approx(ours - whole["original", "f16"], abs=2 * CLOSE)
-            held = pair.bytes_per_token(plan_of(model))
-            assert row["kv_bytes_per_token"] == held and f"{held:,}" in printed
-            assert row["share"] == pytest.approx(held / (2 * 4 * 8 * 32 * 2))
-            assert row["sequences"] == 2 * 2**30 // held // 64
+            cached = pair.bytes_per_token(plan_of(model))
+            assert row["kv_bytes_per_token"] == cached and f"{cached:,}" in printed
+            assert row["share"] == pytest.approx(cached / (2 * 4 * 8 * 32 * 2))
+            assert row["sequences"] == 2 * 2**30 // cached // 64
             assert row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0
     # Fewer heads cost this untrained model far more than the tolerance: the two models were not mixed up.
     assert whole["checkpoint", "f16"] - whole["original", "f16"] > 10 * CLOSE
@@ -85,7 +85,7 @@ def test_no_speed_is_measured_if_nothing_is_to_be_decoded(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--engine", "vLLM", "--cache-types", "f16"], "take --engine llama.cpp"),
         (["--cache-types", "f16"], "add --engine llama.cpp"),
@@ -97,11 +97,15 @@ def test_no_speed_is_measured_if_nothing_is_to_be_decoded(
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_any_work(
-    options: list[str], said: str, demo_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: list[str],
+    message: str,
+    demo_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cache_types, "exported", lambda *_: pytest.fail("it was exported"))
     assert run_here("evaluate", demo_dir, "--eval-tokens", "64", "--sequence-length", "32", *options) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_export_is_refused_with_what_to_give(

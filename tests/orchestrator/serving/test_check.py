@@ -1,4 +1,4 @@
-"""What a check says when an engine is not there, crashes, or computes something else; nothing is half-written."""
+"""Results of a check when an engine is missing, crashes, or computes something else; nothing is half-written."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_the_verb_checks_and_keeps_what_it_found(
     assert "8 of 8 prompts" in printed and "2560 bytes per token by the engine's report, 2560 promised" in printed
 
 
-def test_an_engine_that_is_not_there_is_told_before_any_work(
+def test_an_engine_that_is_not_there_is_reported_before_any_work(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
     options = ["--out", tmp_path / "out", "--check"]
     assert run_here("export", exported / "source", "--target", "vllm", *options) == 2
-    assert "vLLM is not installed for" in (told := capsys.readouterr().err) and "`make engines`" in told
+    assert "vLLM is not installed for" in (output := capsys.readouterr().err) and "`make engines`" in output
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\nexit 1\n")
     bare.chmod(0o755)
@@ -75,7 +75,7 @@ def test_an_engine_that_is_not_there_is_told_before_any_work(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--target", "gguf", "--check", "--engine", "vllm"], "target gguf is read by llama.cpp, got vLLM"),
         (["--target", "gguf", "--check", "--engine", "ollama"], "engine must be one of"),
@@ -83,10 +83,10 @@ def test_an_engine_that_is_not_there_is_told_before_any_work(
     ],
 )
 def test_a_check_that_cannot_be_is_refused(
-    options: list[str], said: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here("export", exported / "source", "--out", tmp_path / "out", *options) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -104,7 +104,7 @@ def test_another_tokenizer_in_the_file_is_found(exported: Path, tmp_path: Path) 
     (tmp_path / "tokenizer_config.json").write_text((exported / "source" / "tokenizer_config.json").read_text())
     other = AutoTokenizer.from_pretrained(tmp_path)
     reasons = _found(exported, exported / "gguf", other)
-    assert any("the tokenizer in the export is not the source's" in told for told in reasons)
+    assert any("the tokenizer in the export is not the source's" in report for report in reasons)
 
 
 def test_other_weights_and_another_cache_are_found(
@@ -114,12 +114,12 @@ def test_other_weights_and_another_cache_are_found(
     checkpoint.save(convert(demo_model, wider), tmp_path / "wider", demo_dir)
     export(tmp_path / "wider", "gguf", tmp_path / "gguf", demo_dir)
     reasons = _found(exported, tmp_path / "gguf")
-    assert any("log-probabilities differ by up to" in told for told in reasons)
+    assert any("log-probabilities differ by up to" in report for report in reasons)
     assert "its cache takes 4096 bytes per token in float32, promised were 2560" in reasons
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"crashed \(SIGSEGV\)"),
         ("raise RuntimeError('no such tensor')", "failed: .*no such tensor"),
@@ -127,8 +127,8 @@ def test_other_weights_and_another_cache_are_found(
         ("import time; time.sleep(60)", "did not answer within 2 seconds"),
     ],
 )
-def test_an_engine_that_ends_badly_is_told(script: str, said: str) -> None:
-    with pytest.raises(EngineError, match=f"the engine {said}"):
+def test_an_engine_that_ends_badly_is_reported(script: str, message: str) -> None:
+    with pytest.raises(EngineError, match=f"the engine {message}"):
         run_child("the engine", [sys.executable, "-c", script], {}, {}, seconds=2 if "sleep" in script else 60)
 
 
@@ -144,7 +144,7 @@ def test_a_crash_in_the_middle_of_an_export_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"llama_cpp_child.py"}
 
 
-def test_transformers_is_asked_where_headfold_cannot_be_imported(exported: Path) -> None:
+def test_transformers_runs_where_headfold_cannot_be_imported(exported: Path) -> None:
     child = (CHILDREN / "transformers_child.py").read_text()
     probe = child.replace("def main():", "def main():\n    import attention.plan\n\n\ndef _():")
     with pytest.MonkeyPatch.context() as patch:

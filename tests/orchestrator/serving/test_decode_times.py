@@ -22,7 +22,7 @@ from orchestrator.storage.json_files import read_json
 
 
 def test_a_plan_takes_the_mean_of_its_layers() -> None:
-    """1 head: 10 ms, 2: 12, 8: 24, so 5 lie halfway between: 18. Layers of 1, 2, 5, 8: (10 + 12 + 18 + 24) / 4."""
+    """1 head: 10 ms, 2: 12, 8: 24, so 5 are halfway between: 18. Layers of 1, 2, 5, 8: (10 + 12 + 18 + 24) / 4."""
     times = DecodeTimes("gguf", "llama.cpp", "0", 64, (1, 2, 8), (0.010, 0.012, 0.024))
     assert times.of(EngineSupport.of((1, 2, 5, 8), 32)) == pytest.approx(0.016)
     assert times.of(EngineSupport((1, 2), (3, 8), 32)) == pytest.approx((0.012 + 0.018) / 2)  # 2 and 5 on average
@@ -45,7 +45,7 @@ def test_the_engine_is_timed_at_every_divisor(demo_dir: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, "search.target any: which engine.*llama.cpp"),
         ({"target": "llama.cpp", "decode_context_length": 513}, "got 513, expected more than the 32.*at most the 512"),
@@ -54,24 +54,24 @@ def test_the_engine_is_timed_at_every_divisor(demo_dir: Path, monkeypatch: pytes
     ],
 )
 def test_what_cannot_be_timed_is_refused(
-    changes: dict[str, object], said: str, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, object], message: str, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
     section = {"kv_ratios": [0.5], "recipes": ["gqa"], "decode_context_length": 128} | changes
-    given = {"name": "small", "model": {"path": str(demo_dir)}, "search": section, "storage": str(tmp_path)}
-    with pytest.raises(ConfigError, match=f"search.decode_context_length.*{said}"):
-        validate_search(parse_config(given))
+    settings = {"name": "small", "model": {"path": str(demo_dir)}, "search": section, "storage": str(tmp_path)}
+    with pytest.raises(ConfigError, match=f"search.decode_context_length.*{message}"):
+        validate_search(parse_config(settings))
 
 
 @pytest.mark.slow
 @pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_a_search_for_llama_cpp_has_three_objectives_and_ends_in_it(tmp_path: Path) -> None:
-    asked = [
+    requested = [
         *("search.target=llama.cpp", "search.decode_context_length=128", "search.recipes=[gqa, headfold_gqa]"),
         *("rungs.steps=[0, 4, 8]", "rungs.scheduler=front", "promotion.steps=4", "train.dtype=fp32"),
     ]
-    process = start_search(tmp_path, [*LITTLE, *asked], "--json", str(tmp_path / "outcome.json"))
+    process = start_search(tmp_path, [*LITTLE, *requested], "--json", str(tmp_path / "outcome.json"))
     output, _ = process.communicate(timeout=580)
     assert process.returncode == 0, output
     assert "decode time of llama.cpp at context 128" in output and "decode ms/token" in output

@@ -60,7 +60,7 @@ def _text(demo_tokenizer: object) -> torch.Tensor:
 def test_losses_are_those_of_llama_cpp(
     demo_model: PreTrainedModel, demo_dir: Path, demo_tokenizer: object, tmp_path: Path
 ) -> None:
-    """Of uneven groups, whose heads of 32 are rounded as they are."""
+    """A model of uneven groups, whose heads of 32 are rounded unchanged."""
     layer = LayerPlan((0, 0, 0, 1, 1, 2, 2, 2), (0, 0, 0, 1, 1, 2, 2, 2))
     model = convert(demo_model, AttentionPlan((layer, *[LayerPlan.identity(8)] * 3), 32))
     _check(model, _export(model, tmp_path, demo_dir), _text(demo_tokenizer)[:1], ["q8_0,q4_0"])
@@ -69,7 +69,7 @@ def test_losses_are_those_of_llama_cpp(
 def test_losses_of_wide_heads_are_those_of_llama_cpp(
     demo_model: PreTrainedModel, demo_dir: Path, demo_tokenizer: object, tmp_path: Path
 ) -> None:
-    """One head of 64 in the place of eight of 32: rounded as one head, and turned, since it has 64 numbers."""
+    """One head of 64 instead of eight of 32: rounded as one head, and turned, since it has 64 numbers."""
     layer = LayerPlan((0,) * 8, (0,) * 8, 2, 2)
     text = _text(demo_tokenizer)
     model = convert(

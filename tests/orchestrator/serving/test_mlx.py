@@ -1,6 +1,6 @@
 """A DeciLM folder in mlx-lm: the source's logits, with each layer's own number of KV heads.
 
-mlx-lm needs an environment of its own, on a Mac or on Linux: `pip install mlx-lm 'mlx[cpu]'`.
+mlx-lm needs a separate environment, on a Mac or on Linux: `pip install mlx-lm 'mlx[cpu]'`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What people run next on an export, one tool after the other: a stock folder, and one with counts of each layer's own.
+"""Common tools run on an export, one after the other: a stock folder, and one with different counts per layer.
 
-PEFT is installed here. TRL and llm-compressor need environments of their own (docs/reference/engines.md), and are
-skipped without them.
+PEFT is installed here. TRL and llm-compressor need separate environments (docs/reference/engines.md), and are skipped
+without them.
 """
 
 from __future__ import annotations
@@ -121,30 +121,30 @@ def environment(variable: str) -> str:
 @pytest.mark.extended
 def test_peft_trains_adapters_and_merges_them(exported: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = exported
-    found = run(sys.executable, PEFT_RUN, folder, tmp_path / "merged")
-    assert found["losses"][-1] < found["losses"][0]
-    assert found["widths"] == found["heads"] == COUNTS[name]
-    assert found["apart"] < 1e-4
+    result = run(sys.executable, PEFT_RUN, folder, tmp_path / "merged")
+    assert result["losses"][-1] < result["losses"][0]
+    assert result["widths"] == result["heads"] == COUNTS[name]
+    assert result["apart"] < 1e-4
 
 
 @pytest.mark.extended
 def test_trl_takes_a_step_of_supervised_training(exported: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = exported
-    found = run(environment(TRL), TRL_RUN, folder, tmp_path / "trained")
-    assert 0 < found["loss"] < 20 and found["heads"] == COUNTS[name] and found["apart"] < 1e-4
-    assert {f"model.layers.{layer}.self_attn.k_proj.weight" for layer in range(4)} <= set(found["changed"])
+    result = run(environment(TRL), TRL_RUN, folder, tmp_path / "trained")
+    assert 0 < result["loss"] < 20 and result["heads"] == COUNTS[name] and result["apart"] < 1e-4
+    assert {f"model.layers.{layer}.self_attn.k_proj.weight" for layer in range(4)} <= set(result["changed"])
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_llm_compressor_quantises_weights_and_cache(strategy: str, exported: tuple[str, Path], tmp_path: Path) -> None:
-    """With one scale per layer, or one for each of the KV heads that are left."""
+    """With one scale per layer, or one for each of the remaining KV heads."""
     name, folder = exported
     if (name, strategy) == ("per_layer", "attn_head"):
         pytest.skip("compressed-tensors reads one number of KV heads for all layers")
     script = COMPRESSOR_RUN.replace('"tensor"', f'"{strategy}"')
-    found = run(environment(COMPRESSOR), script, folder, tmp_path / "fp8")
-    assert found["heads"] == COUNTS[name]
+    result = run(environment(COMPRESSOR), script, folder, tmp_path / "fp8")
+    assert result["heads"] == COUNTS[name]
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     assert config["quantization_config"]["kv_cache_scheme"]["strategy"] == strategy
     tensors = load_file(tmp_path / "fp8" / "model.safetensors")

@@ -1,6 +1,6 @@
 """Exports computed by the engines themselves: the source's tokens and log-probabilities, in the promised bytes.
 
-llama.cpp and transformers are part of `make test`; vLLM needs an environment of its own (`make engines`).
+llama.cpp and transformers are part of `make test`; vLLM needs a separate environment (`make engines`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from orchestrator.serving.vllm import VARIABLE
 Tiny = Callable[..., PreTrainedModel]
 HEAD_DIM = 32  # vLLM's kernels for the CPU have no smaller one
 WIDE = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4, 2, 2),) * 2, HEAD_DIM)
-"""One head of 64 numbers in the place of four of 32."""
+"""One head of 64 numbers instead of four of 32."""
 PLANS = plans(HEAD_DIM) | {"even": AttentionPlan(together((0, 1, 1, 0), (0, 0, 0, 0)), HEAD_DIM), "wide": WIDE}
 DERIVED = ("gpt_neox", "phi", "phi3", "stablelm")  # their head dim is the width over the heads
 VLLM = os.environ.get(VARIABLE)
@@ -117,15 +117,15 @@ IN_VLLM = [
 
 def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Path, engine: str | None = None) -> None:
     record = export_checkpoint(folder, target, out, check=True, engine=engine, allow_larger_cache=True)
-    found = record["check"]
-    assert record["model_type"] == form and record["exact"] and found["passed"]
+    result = record["check"]
+    assert record["model_type"] == form and record["exact"] and result["passed"]
     if kind == "wide":  # the source is a stock folder already
         promised = WIDE.kv_bytes_per_token("float32")
     else:
         promised = kv_bytes_in(target, checkpoint.load_config(folder), PLANS[kind], "float32")
-    assert found["kv_bytes_per_token"] == found["kv_bytes_per_token_promised"] == promised
-    assert found["capacity"] == pytest.approx(2**30 / promised, rel=2e-3)
-    exact = found["runs"][0]
+    assert result["kv_bytes_per_token"] == result["kv_bytes_per_token_promised"] == promised
+    assert result["capacity"] == pytest.approx(2**30 / promised, rel=2e-3)
+    exact = result["runs"][0]
     assert exact["prompts"] == exact["same"] == 8 and exact["tokens"] > 8 * 24
     gelu = 10 if family == "gpt_neox" and target == "gguf" else 1  # llama.cpp looks GELU up in 16 bits
     assert exact["difference"] < 1e-3 * gelu

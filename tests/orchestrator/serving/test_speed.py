@@ -35,14 +35,14 @@ def converted(demo_model: PreTrainedModel, demo_dir: Path, tmp_path_factory: pyt
 
 
 def _measured(path: Path, original: Path, folder: Path, *options: str) -> dict[str, Any]:
-    asked = ["--original", original, "--context-lengths", "64,96", "--speed-tokens", "4", "--dtype", "float32"]
-    assert run_here("evaluate", path, *asked, "--json", folder / "record.json", *options) == 0
+    requested = ["--original", original, "--context-lengths", "64,96", "--speed-tokens", "4", "--dtype", "float32"]
+    assert run_here("evaluate", path, *requested, "--json", folder / "record.json", *options) == 0
     record = json.loads((folder / "record.json").read_text())
     assert [at["context_length"] for at in record["context_lengths"]] == [64, 96]
-    held = {key: facts["kv_bytes_per_token"] for key, facts in record["models"].items()}
-    assert held == {"checkpoint": 2 * (4 + 1 + 4 + 1) * 32 * 4, "original": 2 * 4 * 8 * 32 * 4}
+    cached = {key: facts["kv_bytes_per_token"] for key, facts in record["models"].items()}
+    assert cached == {"checkpoint": 2 * (4 + 1 + 4 + 1) * 32 * 4, "original": 2 * 4 * 8 * 32 * 4}
     for at in record["context_lengths"]:
-        for key, bytes_per_token in held.items():
+        for key, bytes_per_token in cached.items():
             assert at[key].keys() > SPEEDS and all(at[key][name] > 0 for name in SPEEDS)
             assert at[key]["sequences"] == record["memory"] // bytes_per_token // at["context_length"]
         for name, ratio in at["ratios"].items():
@@ -69,7 +69,7 @@ def test_transformers_is_timed(
 ) -> None:
     monkeypatch.setattr(speed, "ROUNDS", 1)
     record = _measured(converted / "source", demo_dir, tmp_path, "--engine", "transformers")
-    # A count of each layer's own is what only a modelling file of its own holds there.
+    # Only a modelling file in the folder supports different counts per layer there.
     assert {key: facts["target"] for key, facts in record["models"].items()} == {
         "checkpoint": "transformers",
         "original": "gqa",
@@ -82,7 +82,7 @@ def test_a_gguf_file_is_timed_from_its_plain_copy(
     monkeypatch.setattr(speed, "ROUNDS", 1)
     assert run_here("export", demo_dir, "--target", "gguf", "--out", tmp_path / "gguf") == 0
     (file,) = (tmp_path / "gguf").glob("*.gguf")
-    monkeypatch.chdir(converted)  # an engine runs in a folder of its own: paths may be relative for all that
+    monkeypatch.chdir(converted)  # an engine runs in a separate folder: paths may still be relative
     record = _measured(Path("gguf"), file, tmp_path, "--engine", "llama.cpp", "--cache-memory", "2")
     assert record["original"] == str(file)
     assert record["models"]["original"]["kv_bytes_per_token"] > record["models"]["checkpoint"]["kv_bytes_per_token"]
@@ -91,10 +91,10 @@ def test_a_gguf_file_is_timed_from_its_plain_copy(
 def test_models_take_turns_with_the_same_prompts_and_medians_are_kept(
     converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[SpeedQuestion] = []
+    requested: list[SpeedQuestion] = []
 
     def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
-        asked.append(question)
+        requested.append(question)
         seconds = [(2.0, 0.5), (1.0, 1.0), (90.0, 90.0)]
         return SpeedAnswer("0", [seconds for _ in question.prompts], "float32", 2560, 100)
 
@@ -102,15 +102,15 @@ def test_models_take_turns_with_the_same_prompts_and_medians_are_kept(
     monkeypatch.setattr(speed, "engine_named", lambda name: fake)
     gguf = converted / "gguf"
     record = speed.engine_speed(gguf, gguf, engine="llama.cpp", lengths="64,128", tokens=4)
-    assert len(asked) == 2 * speed.ROUNDS and all(one.prompts == asked[0].prompts for one in asked)
-    assert [len(prompt) for prompt in asked[0].prompts] == [60, 124]
+    assert len(requested) == 2 * speed.ROUNDS and all(one.prompts == requested[0].prompts for one in requested)
+    assert [len(prompt) for prompt in requested[0].prompts] == [60, 124]
     first, second = record["context_lengths"]
     assert first["checkpoint"] == dict(zip(sorted(SPEEDS, reverse=True), (30.0, 3.0), strict=True)) | {"sequences": 1}
     assert second["ratios"]["decode_tokens_per_second"] == 1.0 and second["ratios"]["sequences"] is None
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--engine", "ollama"], "engine must be one of"),
         (["--engine", "llama.cpp", "--tasks", "demo"], "leave out --tasks"),
@@ -122,22 +122,22 @@ def test_models_take_turns_with_the_same_prompts_and_medians_are_kept(
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    options: list[str], said: str, converted: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, converted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here("evaluate", converted / "gguf", *options) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_an_engine_that_is_not_there_is_told_before_any_work(
+def test_an_engine_that_is_not_there_is_reported_before_any_work(
     demo_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADFOLD_VLLM_PYTHON", raising=False)
     monkeypatch.setattr(speed, "export_checkpoint", lambda *_, **__: pytest.fail("it was exported"))
     assert run_here("evaluate", demo_dir, "--engine", "vLLM") == 2
-    assert "vLLM is not installed for" in (told := capsys.readouterr().err) and "`make engines`" in told
+    assert "vLLM is not installed for" in (output := capsys.readouterr().err) and "`make engines`" in output
 
 
-def test_python_files_in_an_export_run_only_if_asked(
+def test_python_files_in_an_export_run_only_if_requested(
     converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export(converted / "source", "transformers", tmp_path / "out", converted / "source")

@@ -1,4 +1,4 @@
-"""What is written where: for random trees of folders and random targets nothing changes but what Headfold wrote."""
+"""Where files are written: for random trees of folders and random targets only Headfold's own files change."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plant(root: Path, thing: str, place: str, ours: set[str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return  # it lies in a file
+        return  # its parent is a file
     before = snapshot(root)
     if thing == "folder":
         path.mkdir()
@@ -127,8 +127,8 @@ def run_job(way: str, target: Path, overwrite: bool, root: Path) -> None:
 def test_nothing_changes_but_what_headfold_wrote(
     tree: list[tuple[str, str]], way: str, target: str, absolute: bool, overwrite: bool, current: str
 ) -> None:
-    with tempfile.TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
-        root = Path(made).resolve() / "root"
+    with tempfile.TemporaryDirectory() as created, pytest.MonkeyPatch.context() as patch:
+        root = Path(created).resolve() / "root"
         ours: set[str] = set()
         root.mkdir()
         (root / "m").mkdir()
@@ -203,8 +203,8 @@ def test_what_may_never_be_a_folder_to_write(home: Path, tmp_path: Path) -> None
     ]
     before = snapshot(tmp_path)
     for overwrite in (False, True):
-        for place, said in refused:
-            with pytest.raises(OutputError, match=said):
+        for place, message in refused:
+            with pytest.raises(OutputError, match=message):
                 check_folder(place, overwrite=overwrite, reads=[model])
     with pytest.raises(OutputError, match="is a link to"):
         check_folder(tmp_path / "link", reads=["org/name"])
@@ -280,7 +280,7 @@ def test_results_replace_results_and_nothing_else(tmp_path: Path) -> None:
             check_results(tmp_path / name)
         with pytest.raises(ConfigError, match="Headfold did not write it"):
             write_result(tmp_path / name, {})
-    for wrong, said in {
+    for wrong, output in {
         tmp_path: "is a folder; name a file, e.g. .*result.json",
         tmp_path / "link": "is a link",
         Path("/dev/null"): "not a regular file",
@@ -288,7 +288,7 @@ def test_results_replace_results_and_nothing_else(tmp_path: Path) -> None:
         Path("/proc/x"): "cannot write",
         tmp_path / ("n" * 300): "too long",
     }.items():
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=output):
             check_results(wrong)
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
     with pytest.raises(ConfigError, match="is a folder"):

@@ -120,7 +120,7 @@ def test_a_database_in_use_is_sent_whole(mirror: Mirror, work: Path, tmp_path: P
         store.execute("create table runs (id)")
         store.executemany("insert into runs values (?)", [(i,) for i in range(100)])
         store.commit()
-        mirror.push()  # the rows are in the log beside the database, which stays open
+        mirror.push()  # the rows are in the log next to the database, which stays open
         other = Mirror(mirror.filesystem, mirror.root, tmp_path / "new-head")
         other.pull()
     with closing(sqlite3.connect(tmp_path / "new-head" / "mlflow.db")) as copy:
@@ -132,8 +132,8 @@ def test_an_address_outside_pyarrow_goes_through_fsspec(work: Path) -> None:
     try:
         with mirrored(storage, work, seconds=60):
             pass
-        found = sorted(fsspec.filesystem("memory").find(f"/headfold{work}"))
-        names = [Path(f).name for f in found]
+        result = sorted(fsspec.filesystem("memory").find(f"/headfold{work}"))
+        names = [Path(f).name for f in result]
         assert names == ["holder.json", "manifest.json", "search_yaml", "weights", "trials_json"]
         back = Mirror.of(storage, work.parent / "again")
         assert back.pull() == 3
@@ -156,7 +156,7 @@ def test_the_copy_is_kept_up_to_date_while_the_search_runs(work: Path, tmp_path:
         memory.rm("/headfold", recursive=True)
 
 
-def test_an_address_that_goes_away_is_told_once_and_the_search_goes_on(
+def test_an_address_that_goes_away_is_reported_once_and_the_search_continues(
     work: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage, address = f"memory://headfold{work}-away", Recording()

@@ -1,4 +1,4 @@
-"""One driver a search, whatever kills it and on whatever machine it was."""
+"""One driver per search, after any kill and on any machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hold(file: Path, host: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_the_second_driver_is_refused_and_told_who_holds_the_search(tmp_path: Path) -> None:
+def test_the_second_driver_is_refused_with_the_holder_of_the_search(tmp_path: Path) -> None:
     first = SearchLock(tmp_path / "lock", host="here").acquire()
     with pytest.raises(ConfigError, match=rf"search 'x' is being run by process {os.getpid()} on here, since 20"):
         SearchLock(tmp_path / "lock", host="here").acquire("search 'x'")
@@ -54,7 +54,7 @@ def test_where_locks_hold_on_one_machine_only_the_heartbeat_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = hold(tmp_path / "lock", "there")
-    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # what another machine's lock looks like on such a disk
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # another machine's lock has no effect on such a disk
     with pytest.raises(ConfigError, match=f"process {process.pid} on there"):
         SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire()
     process.send_signal(signal.SIGKILL)
@@ -68,7 +68,7 @@ def without_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def standing_still(file: Path) -> SearchLock:
-    """A holder whose process stood still: its heartbeats have stopped, and nothing has told it anything."""
+    """A holder whose process was suspended: its heartbeats have stopped, and it has had no notice."""
     lock = SearchLock(file, beat=0.05, host="there").acquire("search 'x'")
     lock._ended.set()
     assert lock._thread is not None
@@ -128,7 +128,7 @@ def test_events_of_another_writer_are_never_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ['{"pid": 1}', '{"host": "here", "pi', "[1]", "\x00\x00mine"])
-def test_a_file_that_is_no_lock_is_told_apart(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_no_lock_is_distinguished(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
     with pytest.raises(ConfigError, match="is no lock of a search: expected a JSON object with host, pid, since"):
         SearchLock(tmp_path / "lock").acquire()

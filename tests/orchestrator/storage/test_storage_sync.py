@@ -46,10 +46,10 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.slow)])
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a store without conditional writes, and of one with them."""
+    """Once with a store without conditional writes, and once with them."""
     if request.param == "s3":
-        found: str = request.getfixturevalue("s3")
-        yield found.replace("/runs", f"/{uuid.uuid4().hex}")
+        result: str = request.getfixturevalue("s3")
+        yield result.replace("/runs", f"/{uuid.uuid4().hex}")
         return
     yield f"memory://headfold-{uuid.uuid4().hex}/runs"
     memory = fsspec.filesystem("memory")
@@ -81,14 +81,14 @@ def trials_in(folder: Path, name: str = "demo") -> list[Any]:
 
 
 def killed(mirror: Mirror) -> None:
-    """As a driver that was killed leaves its folder and its lease."""
+    """Leave folder and lease as a driver that was killed."""
     assert mirror.lease is not None
     mirror._users.close()
     mirror._users = None
 
 
 def test_a_folder_that_lags_behind_is_brought_up_to_date(address: str, tmp_path: Path) -> None:
-    """And overwrites nothing: head A, head B with a disk of its own, then A again."""
+    """And overwrites nothing: head A, head B with a new disk, then A again."""
     with driver(address, tmp_path / "a"):
         search_in(tmp_path / "a", 2)
         (tmp_path / "a" / "demo" / "state.json").write_text('{"started": "x"}')
@@ -115,11 +115,11 @@ def test_where_both_have_gone_on_somebody_must_choose(address: str, tmp_path: Pa
     search_in(tmp_path / "a", 1)  # what a driver had written before it was killed, and had not sent
     with pytest.raises(ConfigError) as caught, driver(address, tmp_path / "a"):
         pass
-    told = str(caught.value)
-    assert "have both changed since they last agreed" in told and "demo: journal.jsonl differ" in told
-    assert "in the folder:  3 events" in told and "at the address: 4 events" in told
-    assert f"process {os.getpid()} on" in told
-    assert "--sync-from address" in told and "--sync-from folder" in told
+    report = str(caught.value)
+    assert "have both changed since they last agreed" in report and "demo: journal.jsonl differ" in report
+    assert "in the folder:  3 events" in report and "at the address: 4 events" in report
+    assert f"process {os.getpid()} on" in report
+    assert "--sync-from address" in report and "--sync-from folder" in report
     assert trials_in(tmp_path / "a") == ["t0", "t1"], "nothing has changed yet"
     with driver(address, tmp_path / "a", side=side):
         expected = ["t0", "t1", "t2"] if side == "address" else ["t0", "t1"]
@@ -131,8 +131,8 @@ def test_where_both_have_gone_on_somebody_must_choose(address: str, tmp_path: Pa
         (aside,) = (tmp_path / "a" / ".headfold" / "replaced").rglob("journal.jsonl")
         assert len(read_events(aside)) == 3
     else:
-        found = filesystem.get_file_info(fs.FileSelector(f"{root}/.headfold/replaced", recursive=True))
-        assert [info.base_name for info in found if info.base_name == "journal.jsonl"]
+        result = filesystem.get_file_info(fs.FileSelector(f"{root}/.headfold/replaced", recursive=True))
+        assert [info.base_name for info in result if info.base_name == "journal.jsonl"]
 
 
 def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(address: str, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(address: str,
         assert trials_in(tmp_path / "b") == ["t0", "t1"]
 
 
-def test_a_second_driver_with_a_folder_of_its_own_is_refused(address: str, tmp_path: Path) -> None:
+def test_a_second_driver_with_a_separate_folder_is_refused(address: str, tmp_path: Path) -> None:
     with driver(address, tmp_path / "a", seconds=1.0) as mirror:
         search_in(tmp_path / "a", 1)
         with (
@@ -178,7 +178,7 @@ def test_a_driver_that_was_taken_over_sends_nothing_more(address: str, tmp_path:
             first.push()
         with pytest.raises(AddressTakenError):
             first.check()
-        if first.objects.atomic:  # also where it stood still between its look and its write
+        if first.objects.atomic:  # also where it was suspended between its read and its write
             with pytest.raises(WriteConflictError):
                 first.objects.write(f"{first.root}/demo/journal.jsonl", b"", tag)
         assert first.lease is not None
@@ -190,7 +190,7 @@ def test_a_driver_that_was_taken_over_sends_nothing_more(address: str, tmp_path:
 
 
 def test_a_late_record_of_a_driver_that_was_taken_over_is_replaced(address: str, tmp_path: Path) -> None:
-    """It was on its way when the other took over, which has not written that record yet."""
+    """It was being sent when the other took over, which has not written that record yet."""
     first = Mirror.of(address, tmp_path / "a")
     first.claim(BEAT)
     journal = search_in(tmp_path / "a", 1)
@@ -237,10 +237,10 @@ class Traffic:
         return getattr(self._inner, name)
 
     def files(self) -> tuple[list[str], list[str]]:
-        """What was read and written since the last look, without the manifest."""
-        found = (self.read, self.written)
+        """Files read and written since the last call, without the manifest."""
+        result = (self.read, self.written)
         self.read, self.written = [], []
-        return tuple([p for p in paths if ".headfold" not in p] for paths in found)  # type: ignore[return-value]
+        return tuple([p for p in paths if ".headfold" not in p] for paths in result)  # type: ignore[return-value]
 
 
 def test_nothing_is_sent_or_fetched_twice(tmp_path: Path) -> None:
@@ -298,8 +298,8 @@ def test_weights_are_fetched_for_what_is_open(tmp_path: Path) -> None:
     assert other.fetch_search("demo", ["t0", "t1"]) == 1
 
 
-def test_an_address_of_a_former_version_goes_on(tmp_path: Path) -> None:
-    """One without a manifest: what the folder has more is sent, what it has less is fetched."""
+def test_an_address_of_a_former_version_is_resumed(tmp_path: Path) -> None:
+    """A folder without a manifest: its additional files are sent, missing ones are fetched."""
     search_in(tmp_path / "bucket", 1)
     shutil.copytree(tmp_path / "bucket", tmp_path / "ahead")
     search_in(tmp_path / "ahead", 1)
@@ -316,7 +316,7 @@ def test_an_address_of_a_former_version_goes_on(tmp_path: Path) -> None:
     assert trials_in(tmp_path / "behind") == ["t0", "t1"]
 
 
-def test_a_manifest_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_manifest_that_is_none_is_reported(tmp_path: Path) -> None:
     (tmp_path / "bucket" / ".headfold").mkdir(parents=True)
     (tmp_path / "bucket" / ".headfold" / "manifest.json").write_text('{"format": 1, "gen')
     mirror = Mirror(fs.LocalFileSystem(), str(tmp_path / "bucket"), tmp_path / "a")
@@ -357,7 +357,7 @@ def test_of_two_machines_at_one_bucket_the_second_is_refused_until_the_first_is_
 
 
 def check_objects(objects: Any, path: str) -> None:
-    """What every store of conditional objects must do."""
+    """The contract of every store of conditional objects."""
     assert objects.read(path) is None
     first = objects.write(path, b"1", None)
     assert objects.read(path) == (b"1", first)

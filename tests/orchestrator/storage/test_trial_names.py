@@ -1,4 +1,4 @@
-"""What trials are called."""
+"""Names of trials."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def trial(recipe: str = "headfold", ratio: float = 0.25, rate: float = 3e-4, see
     return TrialRecord("t", recipe, ratio, rate, more, seed=seed)
 
 
-def test_a_named_recipe_is_told_by_itself_and_its_ratio() -> None:
+def test_a_named_recipe_is_reported_by_itself_and_its_ratio() -> None:
     assert named(trial(), trial(ratio=0.125), trial("gqa")) == ["headfold · 25%", "headfold · 12.5%", "gqa · 25%"]
 
 
-def test_rates_and_seeds_are_told_where_there_are_several() -> None:
+def test_rates_and_seeds_are_reported_where_there_are_several() -> None:
     rates = named(trial(), trial(rate=1e-3), trial("gqa"))
     assert rates == ["headfold · 25% · lr 0.0003", "headfold · 25% · lr 0.001", "gqa · 25%"]
     both = named(trial(), trial(seed=1), trial(rate=1e-3), trial(rate=1e-3, seed=1))
@@ -29,7 +29,7 @@ def test_rates_and_seeds_are_told_where_there_are_several() -> None:
     assert len(set(both)) == 4
 
 
-def test_drawn_recipes_are_told_by_what_they_differ_in() -> None:
+def test_drawn_recipes_are_reported_by_what_they_differ_in() -> None:
     own: dict[str, Any] = {"allocation": "uniform", "grouping": "exact", "fusion": "least_squares"}
     one, other = trial("joint-1", **own), trial("joint-2", **own | {"grouping": "merge"})
     assert named(one) == ["joint · uniform, least squares · 25%"]
@@ -40,7 +40,7 @@ def test_drawn_recipes_are_told_by_what_they_differ_in() -> None:
     ]
 
 
-def test_of_equal_words_other_choices_and_parameters_are_told() -> None:
+def test_of_equal_words_other_choices_and_parameters_are_reported() -> None:
     own: dict[str, Any] = {"allocation": "uniform", "grouping": "exact", "fusion": "mean"}
     one = trial("joint-1", **own, alignment="none", settings={"fusion.ridge": 0.1})
     aligned = trial("joint-2", **own, alignment="procrustes", settings={"fusion.ridge": 0.1})

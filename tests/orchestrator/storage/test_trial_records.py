@@ -87,13 +87,13 @@ def test_what_no_training_starts_from_is_not_a_trials_best_step() -> None:
     assert trained("b", 2.2, pooled=True).loss == 2.2
 
 
-def test_a_diverged_trial_is_worth_nothing_whatever_it_was_before() -> None:
+def test_a_diverged_trial_is_worth_nothing_despite_earlier_results() -> None:
     assert trained("a", 2.2, math.nan).loss == math.inf
     assert trained("a", 2.2, math.nan).best["loss"] == 2.2
 
 
 @pytest.mark.parametrize(
-    ("last", "history", "left"),
+    ("last", "history", "remaining"),
     [
         ({"relaxation_remaining": 0.19}, [], 0.19),
         ({"relaxation_remaining": 0.0}, [{"mean_mask": 1.0}], 0.0),
@@ -102,21 +102,23 @@ def test_a_diverged_trial_is_worth_nothing_whatever_it_was_before() -> None:
         ({}, [], None),
     ],
 )
-def test_a_relaxation_that_did_not_come_to_its_end_is_said_to(
-    last: dict[str, float], history: list[dict[str, float]], left: float | None
+def test_an_unfinished_relaxation_is_labelled(
+    last: dict[str, float], history: list[dict[str, float]], remaining: float | None
 ) -> None:
     trial = trained("a", 2.2, 2.1)
     trial.rungs[-1] |= last
     trial.relaxation = history
-    unfinished = left is not None and left > 0.05
-    assert (trial.relaxation_remaining, trial.relaxation_unfinished) == (left, unfinished)
+    unfinished = remaining is not None and remaining > 0.05
+    assert (trial.relaxation_remaining, trial.relaxation_unfinished) == (remaining, unfinished)
     table = trial_table([trial], {"loss": 2.0})
     state = table.rows[0][table.columns.index("state")]
     assert state == ("done, relaxation unfinished" if unfinished else "done")
-    assert any(f"headfold · 50% ({left:.0%} left)" in note for note in table.notes) if unfinished else not table.notes
+    assert (
+        any(f"headfold · 50% ({remaining:.0%} left)" in note for note in table.notes) if unfinished else not table.notes
+    )
 
 
-def test_the_table_has_the_best_step_and_beside_it_the_last() -> None:
+def test_the_table_has_the_best_step_and_the_last() -> None:
     table = trial_table([trained("a", 2.233, 2.248, 2.245)], {"loss": 2.219})
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["loss"], row["loss increase"], row["at step"], row["last"]) == ("2.233", "+0.014", "0", "2.245")
@@ -168,8 +170,8 @@ def test_a_report_hands_over_its_relaxation_and_its_similarity() -> None:
 def test_records_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     trials = [record("a", 0.25, 2.5), record("b", 0.5, 2.4)]
     write_journal(tmp_path, trials)
-    found = load_trials(tmp_path)
-    assert [(t.trial_id, t.kv_ratio, t.loss, t.status, t.kv_bytes_per_token) for t in found] == [
+    result = load_trials(tmp_path)
+    assert [(t.trial_id, t.kv_ratio, t.loss, t.status, t.kv_bytes_per_token) for t in result] == [
         (t.trial_id, t.kv_ratio, t.loss, t.status, t.kv_bytes_per_token) for t in trials
     ]
     assert load_trials(tmp_path / "none") == []
@@ -194,6 +196,6 @@ def test_probes_are_no_candidates_for_anything() -> None:
     assert best_per_budget(trials)[0.5].trial_id == "a"
 
 
-def test_the_progress_line_tells_of_trials_that_wait_at_their_rung() -> None:
+def test_the_progress_line_reports_trials_that_wait_at_their_rung() -> None:
     trials = [record("a", 0.5, 2.5, status=records.WAITING)]
     assert "0 running, 0 stopped, 1 waiting" in progress_note(trials, 2, 2.0)

@@ -20,10 +20,10 @@ from orchestrator.tracking.errors import redact
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SearchFolder:
-    made = SearchFolder.fresh(tmp_path / "runs", "mine")
-    write_journal(made.root)
-    made.snapshot.write_text("name: mine\n")
-    return made
+    created = SearchFolder.fresh(tmp_path / "runs", "mine")
+    write_journal(created.root)
+    created.snapshot.write_text("name: mine\n")
+    return created
 
 
 def save(folder: SearchFolder, checkpoint: Path | str) -> None:
@@ -44,8 +44,8 @@ def test_a_folder_that_was_moved_is_warned_of(
     moved = SearchFolder(tmp_path / "downloads")
     shutil.copytree(folder.root, moved.root)
     assert warn_of_pickles(moved)
-    said = capsys.readouterr().err
-    assert str(moved.root) in said and str(folder.root) in said and "pickles" in said
+    output = capsys.readouterr().err
+    assert str(moved.root) in output and str(folder.root) in output and "pickles" in output
     (moved.root / "origin.json").unlink()
     assert "does not say where it was made" in doubts(moved)[0]
 
@@ -120,8 +120,8 @@ def test_records_from_elsewhere_cannot_name_a_path(folder: SearchFolder) -> None
     ],
 )
 def test_secrets_of_addresses_are_hidden(address: str, hidden: str) -> None:
-    told = redact(address)
-    assert hidden not in told and "***" in told
+    report = redact(address)
+    assert hidden not in report and "***" in report
     assert redact("sqlite:////tmp/mlflow.db and https://host/x?page=2") == (
         "sqlite:////tmp/mlflow.db and https://host/x?page=2"
     )

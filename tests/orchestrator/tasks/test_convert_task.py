@@ -21,13 +21,13 @@ SIZES = ["--calibration-tokens", "512", "--eval-tokens", "512", "--sequence-leng
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, demo_dir: Path) -> Counter[str]:
-    """How often what is to be done once is done."""
+    """Number of calls of functions that should run once."""
     counted: Counter[str] = Counter()
 
     def counting(name: str, function: Any) -> Any:
-        def called(*given: Any, **more: Any) -> Any:
+        def called(*arguments: Any, **more: Any) -> Any:
             counted[name] += 1
-            return function(*given, **more)
+            return function(*arguments, **more)
 
         return called
 
@@ -62,7 +62,7 @@ def test_a_conversion_is_checked_and_estimated_once(
     assert calls == {"config.json": 1, "check": 1, "estimate": 1}
 
 
-def test_what_is_printed_is_what_is_done_where_the_system_does_not_tell_its_memory(
+def test_what_is_printed_is_what_is_done_where_the_system_does_not_report_its_memory(
     demo_dir: Path, tmp_path: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate, "available_bytes", lambda device=None: 0)

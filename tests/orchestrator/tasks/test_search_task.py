@@ -20,12 +20,12 @@ from orchestrator.tracking.runs import Tracker
 
 
 class TrialsBegin(Exception):
-    """Raised in place of the trials."""
+    """Raised instead of running the trials."""
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, demo_dir: Path) -> Counter[str]:
-    """How often what is to be done once is done."""
+    """Number of calls of functions that should run once."""
     counted: Counter[str] = Counter()
     read, inputs = checkpoint.load_config, setup.SearchInputs
 

@@ -40,14 +40,14 @@ def texts(little_text: str) -> None:
 @pytest.fixture(scope="module")
 def source(tiny_model: Any, demo_tokenizer: PreTrainedTokenizerBase, tmp_path_factory: Any) -> Callable[[str], Path]:
     """A tiny checkpoint of a family with the demo's tokenizer."""
-    made: dict[str, Path] = {}
+    created: dict[str, Path] = {}
 
     def of(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            tiny_model(family, vocab_size=2048).save_pretrained(made[family])
-            demo_tokenizer.save_pretrained(made[family])
-        return made[family]
+        if family not in created:
+            created[family] = tmp_path_factory.mktemp(family)
+            tiny_model(family, vocab_size=2048).save_pretrained(created[family])
+            demo_tokenizer.save_pretrained(created[family])
+        return created[family]
 
     return of
 
@@ -73,12 +73,12 @@ def numbers(record: Any, name: str = "") -> dict[str, Any]:
     return {path: leaf for key, value in parts for path, leaf in numbers(value, key).items()}
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    left, right = numbers(found), numbers(expected)
-    assert left.keys() == right.keys() and len(left) > 3
+def assert_same(result: Any, expected: Any) -> None:
+    remaining, right = numbers(result), numbers(expected)
+    assert remaining.keys() == right.keys() and len(remaining) > 3
     for path, value in right.items():
         close = pytest.approx(value, rel=1e-3, abs=1e-4) if isinstance(value, float) else value
-        assert left[path] == close, path
+        assert remaining[path] == close, path
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -88,7 +88,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def knobs_of(name: str) -> dict[str, Any]:
-    """Few steps of whatever the recipe does by steps; `relaxation`, which trains, is left out."""
+    """Few steps of everything that a recipe does by steps; `relaxation`, which trains, is left out."""
     settings = dict(RECIPES[name].settings)
     short = {key: value for key, value in FEW.items() if key in settings}
     return short | ({} if RECIPES[name].relaxation == "none" else {"relaxation": "none"})
@@ -103,16 +103,16 @@ FAST = ("asymgqa",)
 IN_MEMORY = [
     pytest.param(name, id=name) if name in FAST else extended(name, id=name)
     for name in RECIPES
-    if RECIPES[name].sharing != "post"  # which is nothing without its training
+    if RECIPES[name].sharing != "post"  # which does nothing without its training
 ]
 
 
 @pytest.mark.parametrize("name", IN_MEMORY)
 def test_convert(name: str, source: Any, tmp_path: Path) -> None:
-    found, expected = (
+    result, expected = (
         converted(convert_checkpoint, source("llama"), name, tmp_path / device[:4], device) for device in (GPU, "cpu")
     )
-    assert_same(found, expected)
+    assert_same(result, expected)
     assert_same_weights(tmp_path / "fgpu", tmp_path / "cpu")
 
 
@@ -120,10 +120,10 @@ def test_convert(name: str, source: Any, tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("family", sorted(families()))
 def test_convert_layer_by_layer(name: str, family: str, source: Any, tmp_path: Path) -> None:
-    found, expected = (
+    result, expected = (
         converted(convert_layerwise, source(family), name, tmp_path / device[:4], device) for device in (GPU, "cpu")
     )
-    assert_same(found, expected)
+    assert_same(result, expected)
     assert_same_weights(tmp_path / "fgpu", tmp_path / "cpu")
 
 
@@ -131,23 +131,25 @@ def test_convert_layer_by_layer(name: str, family: str, source: Any, tmp_path: P
 @pytest.mark.parametrize("family", sorted(families()))
 def test_inspect(family: str, source: Any) -> None:
     settings = CALIBRATED | {"kv_ratios": (0.5,), "recipe_settings": {"refinement.fit_steps": 4}}
-    found, expected = (inspect_checkpoint(source(family), device=device, **settings) for device in (GPU, "cpu"))
-    assert_same(found, expected)
+    result, expected = (inspect_checkpoint(source(family), device=device, **settings) for device in (GPU, "cpu"))
+    assert_same(result, expected)
 
 
 @pytest.mark.extended
 def test_evaluate(source: Any, tmp_path: Path) -> None:
     """With an original, and with the lines that are hidden in contexts."""
-    made = tmp_path / "model"
-    converted(convert_checkpoint, source("llama"), "gqa", made, "cpu")
+    created = tmp_path / "model"
+    converted(convert_checkpoint, source("llama"), "gqa", created, "cpu")
     settings = SMALL | {"context_lengths": "64", "speed_tokens": 0}
-    found, expected = (evaluate_checkpoint(made, source("llama"), device=device, **settings) for device in (GPU, "cpu"))
-    assert_same(found, expected)
+    result, expected = (
+        evaluate_checkpoint(created, source("llama"), device=device, **settings) for device in (GPU, "cpu")
+    )
+    assert_same(result, expected)
 
 
 @pytest.mark.extended
 def test_export(source: Any, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no option of a device: it converts and compares on the CPU, also beside a GPU."""
+    """It has no device option: it converts and compares on the CPU, also where there is a GPU."""
     converted(convert_checkpoint, source("llama"), "gqa", tmp_path / "model", "cpu")
     real = checkpoints.device_of
     monkeypatch.setattr(checkpoints, "device_of", lambda name: gpu if name == "auto" else real(name))

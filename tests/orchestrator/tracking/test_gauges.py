@@ -1,4 +1,4 @@
-"""What a search and its trainings tell Ray's metrics arrives where Prometheus collects it."""
+"""The gauges of a search and its trainings in Ray's metrics arrive where Prometheus collects them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ Values = dict[str, dict[str, float]]
 def exported(search: str) -> Values:
     """Gauges of a search on this machine's metrics port: by name, then by what their other labels say."""
     address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-    text, found = urllib.request.urlopen(address, timeout=30).read().decode(), {}
+    text, result = urllib.request.urlopen(address, timeout=30).read().decode(), {}
     for name, labels, value in re.findall(r"^ray_(headfold_\w+){(.*)} (\S+)$", text, re.MULTILINE):
         own = {key: what for key, what in re.findall(r'(\w+)="(.*?)"', labels) if key in OWN}
         if own.pop("search") == search:
-            found.setdefault(name, {})[" ".join(own.values())] = float(value)
-    return found
+            result.setdefault(name, {})[" ".join(own.values())] = float(value)
+    return result
 
 
-def wait_for(search: str, wanted: Values) -> Values:
-    """The gauges of a search once they are as wanted, or as they are when patience has ended."""
+def wait_for(search: str, expected: Values) -> Values:
+    """The gauges of a search once they have the expected values, or at the time limit."""
     end = time.monotonic() + PATIENCE
-    while (found := exported(search)) != wanted and time.monotonic() < end:
+    while (result := exported(search)) != expected and time.monotonic() < end:
         time.sleep(1)
-    return found
+    return result
 
 
 @ray.remote(num_cpus=0)
@@ -64,7 +64,7 @@ def test_gauges_are_exported(ray_cluster: None) -> None:
     gauges.set_gauge(gauges.BEHIND, 3, search="demo")
     worker: Any = Worker.remote()
     ray.get(worker.set.remote({"tokens_per_second": 1234.5, "mfu": 0.25}))
-    wanted = {
+    expected = {
         gauges.TRIAL_COUNT: {"waiting": 0, "running": 1, "done": 2, "stopped": 0, "copy": 0, "failed": 1, "killed": 0},
         gauges.BEST: {"0.5": 0.125, "0.25": 0.5},
         gauges.WAITS: {"": 1},
@@ -72,7 +72,7 @@ def test_gauges_are_exported(ray_cluster: None) -> None:
         SPEED: {"t7": 1234.5},
         "headfold_mfu": {"t7": 0.25},
     }
-    assert wait_for("demo", wanted) == wanted
+    assert wait_for("demo", expected) == expected
 
 
 def test_a_training_that_has_ended_is_at_rest(on_group: Callable[[Any], Any], tiny_job: Any, tmp_path: Path) -> None:

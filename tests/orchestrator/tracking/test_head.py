@@ -43,7 +43,7 @@ def test_a_new_head_takes_the_database_of_the_lost_one(tmp_path: Path) -> None:
     fill(own, 5)
     back_up(own, kept)
     fill(own, 2)
-    assert not restore(own, kept) and count(own) == 7  # what is there is newer
+    assert not restore(own, kept) and count(own) == 7  # the existing one is newer
     own.unlink()
     assert restore(own, kept) and count(own) == 5
     assert [p.name for p in (*own.parent.iterdir(), *kept.parent.iterdir())] == ["mlflow.db", "backup.db"]
@@ -88,14 +88,14 @@ def test_a_server_that_does_not_end_is_killed_with_its_workers(capfd: pytest.Cap
     assert psutil.wait_procs(tree[1:], timeout=20)[1] == []
     assert len(tree) == 3
     assert "did not end within 1 s" in capfd.readouterr().out
-    server.end()  # nothing is left to end
+    server.end()  # already ended
 
 
 @pytest.mark.extended
 def test_a_killed_server_comes_back_and_a_new_head_knows_its_runs(tmp_path: Path, empty_store: Path) -> None:
     port, own, kept = free_port(), tmp_path / "own" / "mlflow.db", tmp_path / "shared" / "backup.db"
     kept.parent.mkdir()
-    kept.write_bytes(empty_store.read_bytes())  # as a head that was lost has left it
+    kept.write_bytes(empty_store.read_bytes())  # as left by a head that was lost
     settings = {"STORE": f"sqlite:///{own}", "ARTIFACTS": str(tmp_path / "a"), "BACKUP": str(kept), "PORT": str(port)}
     environment = os.environ | {f"HEADFOLD_MLFLOW_{key}": value for key, value in settings.items()}
     head = subprocess.Popen([sys.executable, "-m", "orchestrator.tracking.mlflow_server"], env=environment)

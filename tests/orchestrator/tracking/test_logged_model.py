@@ -26,7 +26,7 @@ DEMO = Path(__file__).resolve().parents[3] / "examples" / "stdlib-llama"
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a promotion leaves it."""
+    """A checkpoint as a promotion leaves it."""
     folder = tmp_path_factory.mktemp("search") / "exported"
     shutil.copytree(DEMO, folder)
     assert write_mlmodel(folder, "stdlib-llama")
@@ -61,7 +61,7 @@ def test_a_logged_model_is_made_once_and_weights_are_stored_once(
     tracker: Tracker, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = tracker.start("promotion")
-    made = tracker.client.create_model_version
+    created = tracker.client.create_model_version
 
     def killed(*arguments: Any, **named: Any) -> None:
         raise MlflowException("killed here")
@@ -69,7 +69,7 @@ def test_a_logged_model_is_made_once_and_weights_are_stored_once(
     monkeypatch.setattr(tracker.client, "create_model_version", killed)
     with pytest.raises(TrackingError):
         tracker.register("demo", exported, run_id, tags={}, description="x")
-    monkeypatch.setattr(tracker.client, "create_model_version", made)
+    monkeypatch.setattr(tracker.client, "create_model_version", created)
     assert tracker.register("demo", exported, run_id, tags={}, description="x") == "1"
     assert tracker.register("demo", exported, run_id, tags={}, description="x") == "1"
     (model,) = tracker.client.search_logged_models([tracker.experiment_id])
@@ -102,7 +102,7 @@ def test_the_folder_is_still_one_that_headfold_wrote_whole(exported: Path) -> No
 
 
 def test_our_own_format_is_loaded_by_pyfunc(tracker: Tracker, tmp_path: Path) -> None:
-    """As the best of a search often is: with head counts of its own in each layer."""
+    """A model like the best of many searches: with different head counts per layer."""
     stock = checkpoint.load(DEMO)
     layers = tuple(LayerPlan((0, 0, 0, 0, 1, 1, 2, 3), tuple(range(8))) for _ in range(4))
     checkpoint.save(convert(stock, AttentionPlan(layers, 32)), tmp_path / "headfold", DEMO)

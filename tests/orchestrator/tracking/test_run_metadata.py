@@ -1,4 +1,4 @@
-"""What MLflow is told of a search: names of metrics, params, texts, times, and how its page opens."""
+"""Metadata of a search in MLflow: names of metrics, params, texts, times, and how its page opens."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_the_field_s_names_and_only_numbers_that_the_table_knows() -> None:
 
 
 def test_the_page_opens_on_runs(tmp_path: Path, tracker: Tracker) -> None:
-    made = tracker.client.get_experiment(tracker.experiment_id)
-    assert made.tags[KIND] == TRAINING and "One run per search" in made.tags["mlflow.note.content"]
+    created = tracker.client.get_experiment(tracker.experiment_id)
+    assert created.tags[KIND] == TRAINING and "One run per search" in created.tags["mlflow.note.content"]
     older = tracker.client.create_experiment("of an earlier version")
     assert Tracker.open(None, "of an earlier version", tmp_path).experiment_id == older
     assert tracker.client.get_experiment(older).tags[KIND] == TRAINING
@@ -149,16 +149,16 @@ def test_every_run_has_params_texts_and_where_it_comes_from(
         }
         assert used["train"].name == "train: train.txt" and json.loads(used["eval"].source) == {"uri": "stdlib"}
         assert len({text.digest for text in used.values()}) == 3
-    told: Any = tracker.client.get_run(run_id).data
+    report: Any = tracker.client.get_run(run_id).data
     params = {"recipe": "gqa", "kv_ratio": "0.5", "seed": "7", "learning_rate": "0.001", "choices.fusion": "mean"}
-    assert params.items() <= told.params.items()
-    assert told.tags["mlflow.note.content"].endswith("fusion mean") and "`t1`" in told.tags["mlflow.note.content"]
+    assert params.items() <= report.params.items()
+    assert report.tags["mlflow.note.content"].endswith("fusion mean") and "`t1`" in report.tags["mlflow.note.content"]
 
 
-def test_the_description_of_a_search_tells_recipes_and_sizes(config: SearchConfig, folder: SearchFolder) -> None:
-    told = search_note(config, folder)
-    assert all(arm.name in told for arm in config.search.recipes) and "on `m`" in told
-    assert f"`headfold ui {folder.root}`" in told
+def test_the_description_of_a_search_reports_recipes_and_sizes(config: SearchConfig, folder: SearchFolder) -> None:
+    report = search_note(config, folder)
+    assert all(arm.name in report for arm in config.search.recipes) and "on `m`" in report
+    assert f"`headfold ui {folder.root}`" in report
 
 
 def test_a_run_is_renamed_when_there_is_another_of_its_name(tracker: Tracker, folder: SearchFolder) -> None:

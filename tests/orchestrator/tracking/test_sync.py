@@ -29,7 +29,7 @@ def plain(tmp_path: Path, empty_store: Path) -> Iterator[Tracker]:
 
 
 class Store:
-    """The real store behind a line that can be cut: before a call arrives, or before its answer does."""
+    """The real store behind a connection that can be cut: before a call arrives, or before its answer does."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.away, self.deaf = client, False, False
@@ -64,7 +64,7 @@ def store(plain: Tracker, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def driver(plain: Tracker, store: Store, folder: Path, status: str = RUNNING) -> MlflowSync:
-    """What a driver has after its start: it knows nothing of the store."""
+    """The state of a driver after its start: without knowledge of the store."""
     return MlflowSync(lambda: Line(plain, store), parent_run(folder, status=status))
 
 
@@ -100,7 +100,7 @@ def check(plain: Tracker, trials: int) -> None:
         assert [f.path for f in plain.client.list_artifacts(run.info.run_id)] == ["gate.yaml"]
 
 
-def test_what_happened_while_the_store_was_away_is_told_when_it_is_back(
+def test_what_happened_while_the_store_was_away_is_reported_when_it_is_back(
     plain: Tracker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sync = driver(plain, store, tmp_path)
@@ -121,7 +121,7 @@ def test_what_happened_while_the_store_was_away_is_told_when_it_is_back(
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_killed_after_any_call_nothing_is_lost_and_nothing_told_twice(
+def test_killed_after_any_call_nothing_is_lost_and_nothing_reported_twice(
     plain: Tracker, store: Store, tmp_path: Path, deaf: bool
 ) -> None:
     """`deaf`: the store takes the last call, and the driver is killed before it knows."""
@@ -134,13 +134,13 @@ def test_killed_after_any_call_nothing_is_lost_and_nothing_told_twice(
         assert first.waiting
         store.patience = math.inf
         second = driver(own, store, tmp_path)
-        for number in (0, 1):  # a driver that goes on knows from its records how far each trial has come
+        for number in (0, 1):  # a resumed driver knows from its records how far each trial has come
             second.put(trial(number, status=DONE))
         assert second.flush()
         check(own, 2)
 
 
-def test_what_is_there_is_not_told_again(plain: Tracker, store: Store, tmp_path: Path) -> None:
+def test_what_is_there_is_not_reported_again(plain: Tracker, store: Store, tmp_path: Path) -> None:
     tell(driver(plain, store, tmp_path), 0)
     store.calls.clear()
     again = driver(plain, store, tmp_path)
@@ -150,7 +150,7 @@ def test_what_is_there_is_not_told_again(plain: Tracker, store: Store, tmp_path:
     check(plain, 1)
 
 
-def test_a_trial_that_goes_on_is_taken_up_in_its_run(plain: Tracker, store: Store, tmp_path: Path) -> None:
+def test_a_trial_that_resumes_is_taken_up_in_its_run(plain: Tracker, store: Store, tmp_path: Path) -> None:
     first = driver(plain, store, tmp_path)
     run_id = first.put(trial(0, 1, KILLED))
     assert plain.client.get_run(run_id).info.status == "KILLED"
@@ -171,7 +171,7 @@ def test_what_the_store_refuses_does_not_hold_up_the_rest(
     assert sync.put(trial(1, status=DONE)) is not None and sync.waiting == 0
 
 
-def test_a_store_that_never_comes_is_told_and_is_no_error(
+def test_a_store_that_never_comes_is_reported_and_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

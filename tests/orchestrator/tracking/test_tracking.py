@@ -181,8 +181,8 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     version = tracker.client.get_model_version_by_alias("demo", "kv25")
     assert version.tags["gate"] == "passed"
     with mlflow_at(tracker.uri):
-        found = artifacts.download_artifacts("models:/demo@kv25")
-    assert (Path(found) / "config.json").read_text() == "{}"
+        result = artifacts.download_artifacts("models:/demo@kv25")
+    assert (Path(result) / "config.json").read_text() == "{}"
     other = tracker.register("demo", folder, tracker.start("later promotion"), **settings)
     assert other == "2"
     assert tracker.alias_version("demo", "kv25") == "1"
@@ -190,7 +190,7 @@ def test_a_version_is_registered_once_and_read_back_by_its_alias(tracker: Tracke
     assert str(tracker.client.get_model_version_by_alias("demo", "kv25").version) == "2"
 
 
-def test_the_default_store_lies_in_the_storage_folder(tracker: Tracker, tmp_path: Path) -> None:
+def test_the_default_store_is_in_the_storage_folder(tracker: Tracker, tmp_path: Path) -> None:
     assert tracker.uri == default_uri(tmp_path)
     run = tracker.start("x")
     tracker.log_text(run, "hello", "note.txt")
@@ -214,9 +214,9 @@ print(Tracker.open(None, "first", sys.argv[1]).experiment_id)
 def test_two_searches_that_open_a_new_store_at_once_both_work(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OPEN, str(tmp_path)]
     both = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"]
-    found = {process.communicate(timeout=300)[0].strip() for process in both}
+    result = {process.communicate(timeout=300)[0].strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
-    assert len(found) == 1, "one experiment"
+    assert len(result) == 1, "one experiment"
 
 
 @pytest.mark.parametrize(
@@ -261,12 +261,12 @@ def test_long_values_are_cut_to_what_mlflow_takes(tracker: Tracker) -> None:
     assert len(run_of(tracker, run).data.params) == 150
 
 
-def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_path: Path) -> None:
+def test_the_progress_shows_done_running_stopped_best_and_what_is_to_come(tmp_path: Path) -> None:
     log = log_of(None, tmp_path, None, expected=4)
     for number, budget in ((1, 0.5), (2, 0.25), (3, 0.25)):
         log.on_trial_start(0, [], trial(number, budget=budget))
     log.on_trial_result(0, [], trial(1), report(0, 2.1))
-    log.on_trial_result(0, [], trial(1), report(5, 2.3))  # training made it worse: the smallest so far stays
+    log.on_trial_result(0, [], trial(1), report(5, 2.3))  # training made it worse: the smallest one stays
     log.on_trial_complete(0, [], trial(1))
     log.on_trial_result(0, [], trial(2), report(0, 3.0))
     log.on_trial_complete(0, [], trial(2))
@@ -277,7 +277,7 @@ def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("Traceback:\n  raise x\nValueError: bad plan\n", "ValueError: bad plan"),
         ("trainers.loop.TrainingDiverged: loss is nan\nray.exceptions.RayTaskError: x\n", "loss is nan"),
@@ -286,8 +286,8 @@ def test_the_progress_tells_done_running_stopped_best_and_what_is_to_come(tmp_pa
         ("", "unknown error"),
     ],
 )
-def test_an_error_is_told_by_its_cause(text: str, said: str) -> None:
-    assert said in last_error(text)
+def test_an_error_is_reported_by_its_cause(text: str, message: str) -> None:
+    assert message in last_error(text)
 
 
 @pytest.mark.slow
@@ -323,8 +323,8 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store:
         version = tracker.register("demo", folder, run, **settings)
         assert tracker.register("demo", folder, run, **settings) == version
         tracker.set_alias("demo", "kv25", version)
-        found = tracker.client.get_model_version_by_alias("demo", "kv25")
-        assert found.source.startswith("mlflow-artifacts:/")
+        result = tracker.client.get_model_version_by_alias("demo", "kv25")
+        assert result.source.startswith("mlflow-artifacts:/")
         assert {f.path for f in tracker.client.list_artifacts(run)} == {"model", "note.txt"}
         exported = tmp_path / "exported-2"
         shutil.copytree(Path(__file__).resolve().parents[3] / "examples" / "stdlib-llama", exported)
@@ -345,7 +345,7 @@ def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store:
         server.wait(timeout=30)
 
 
-def test_probes_end_as_done_and_are_not_told_as_the_best(tmp_path: Path) -> None:
+def test_probes_end_as_done_and_are_not_reported_as_the_best(tmp_path: Path) -> None:
     log = log_of(None, tmp_path, None)
     probe, one = trial(1), trial(2)
     probe.config |= {"plan": "{}", "probe": True}
@@ -353,8 +353,8 @@ def test_probes_end_as_done_and_are_not_told_as_the_best(tmp_path: Path) -> None
         log.on_trial_start(0, [], each)
         log.on_trial_result(0, [], each, report(0, loss, calibration_loss=loss + 0.5))
     log.on_trial_complete(0, [], probe)
-    found, other = load_trials(tmp_path / "search")
-    assert (found.probe, found.status, found.calibration_loss) == (True, records.DONE, 2.6)
+    result, other = load_trials(tmp_path / "search")
+    assert (result.probe, result.status, result.calibration_loss) == (True, records.DONE, 2.6)
     assert not other.probe
-    line = progress_note([found, other], 3, 2.0)
+    line = progress_note([result, other], 3, 2.0)
     assert "1 done" in line and "+0.800" in line and "+0.100" not in line

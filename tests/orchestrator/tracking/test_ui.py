@@ -38,7 +38,7 @@ def folder(tmp_path: Path, empty_store: Path) -> SearchFolder:
     return folder
 
 
-def test_a_storage_that_was_moved_has_its_store_beside_the_search(folder: SearchFolder) -> None:
+def test_a_storage_that_was_moved_has_its_store_next_to_the_search(folder: SearchFolder) -> None:
     write_json(folder.state, {"tracking": "sqlite:////before/mlflow.db"})
     assert store_of(folder) == f"sqlite:///{folder.storage}/mlflow.db"
 
@@ -61,28 +61,28 @@ def test_a_port_that_is_taken_is_refused(folder: SearchFolder) -> None:
             serve_page(folder, other.getsockname()[1])
 
 
-def test_a_search_without_a_run_is_told(folder: SearchFolder) -> None:
+def test_a_search_without_a_run_is_reported(folder: SearchFolder) -> None:
     with pytest.raises(ConfigError, match="has no runs in MLflow yet"):
         serve_page(folder, free_port())
 
 
 @contextlib.contextmanager
 def shown(folder: SearchFolder, number: int = signal.SIGINT) -> Iterator[tuple[str, str]]:
-    """`headfold ui` of a search: the address of its server and that of the view it tells. Ended by a signal, after
-    which nothing of it may be left."""
+    """`headfold ui` of a search: the address of its server and that of the view it prints. Ended by a signal, after
+    which no process of it may remain."""
     port = free_port()
     command = [sys.executable, "-m", "orchestrator.main", "ui", str(folder.root), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
     server = f"http://127.0.0.1:{port}"
     try:
         assert process.stdout is not None
-        said = process.stdout.readline().split()
+        output = process.stdout.readline().split()
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{server}/health", timeout=5):
                 break
             time.sleep(0.3)
-        yield server, said[1]
+        yield server, output[1]
         tree = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.send_signal(number)
@@ -108,7 +108,7 @@ def test_the_page_shows_the_search_until_it_is_interrupted(folder: SearchFolder)
 @pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_server_ends_with_the_command_however_that_ends(number: int, folder: SearchFolder) -> None:
-    """Of any program that a command starts `test_child_processes.py` holds the same, for all signals."""
+    """`test_child_processes.py` has the same test for any program that a command starts, for all signals."""
     run_id = Tracker.open(None, "mine", folder.storage).start("a run of mine")
     write_json(folder.state, read_json(folder.state) | {"parent_run": run_id})
     with shown(folder, number) as (server, _):
@@ -119,7 +119,7 @@ def test_the_server_ends_with_the_command_however_that_ends(number: int, folder:
 
 @pytest.fixture
 def browser() -> Iterator[Browser]:
-    """One that has never seen MLflow."""
+    """A browser that has never opened MLflow."""
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     if executable is None:
         pytest.skip("no chromium here: install the package of that name (Debian: apt install chromium)")
@@ -141,18 +141,18 @@ def test_a_browser_shows_the_trials_of_the_search_alone_and_its_report(
     folder: SearchFolder, browser: Browser, tmp_path: Path
 ) -> None:
     tracker = Tracker.open(None, "mine", folder.storage)
-    mine, another = (tracker.start(name) for name in ("mine", "another"))
+    ours, another = (tracker.start(name) for name in ("mine", "another"))
     increases = {"gqa 50%": (2.0, (0.5, 0.02)), "gqa 25%": (1.0, (3.0, 0.9)), "not mine": (1.0, (7.0, 7.0))}
     for name, (size, of_rungs) in increases.items():
-        run = tracker.start(name, parent=another if name == "not mine" else mine)
+        run = tracker.start(name, parent=another if name == "not mine" else ours)
         tracker.log_params(run, {"recipe": f"recipe of {name}", "kv_ratio": size / 4})
         for step, increase in enumerate(of_rungs):
             values = {"eval_loss": 4.0 + increase, "eval_loss_delta": increase, "kv_bytes_per_token": size}
             tracker.log_point(run, values | {"step": step, "time": 1.0 + step})
     (tmp_path / "report.html").write_text("<h1>What was found</h1>")
-    tracker.log_file(mine, tmp_path / "report.html")
-    tracker.link_report(mine, "report of mine")
-    write_json(folder.state, read_json(folder.state) | {"parent_run": mine})
+    tracker.log_file(ours, tmp_path / "report.html")
+    tracker.link_report(ours, "report of mine")
+    write_json(folder.state, read_json(folder.state) | {"parent_run": ours})
     with shown(folder) as (_, address):
         page = opened(browser, address)
         page.locator(".js-plotly-plot .scatterlayer .point").nth(4).wait_for(state="attached")
@@ -168,8 +168,8 @@ def test_a_browser_shows_the_trials_of_the_search_alone_and_its_report(
     over_size, over_steps, _ = charts
     assert over_size == {"type": "log", "points": [[1, 0.9], [1, 3], [2, 0.02], [2, 0.5]]}
     assert over_steps == {"type": "log", "points": [[0, 4.5], [0, 7], [1, 4.02], [1, 4.9]]}
-    wanted = ["params.`recipe`", "params.`kv_ratio`", "metrics.`eval_loss_delta`"]
-    assert [name for name in columns if name in wanted] == wanted
+    expected = ["params.`recipe`", "params.`kv_ratio`", "metrics.`eval_loss_delta`"]
+    assert [name for name in columns if name in expected] == expected
 
 
 PLOTTED = """() => [...document.querySelectorAll('.js-plotly-plot')].map(plot => ({

@@ -29,7 +29,7 @@ def test_without_a_project_nothing_is_needed(nobody: None) -> None:
     check_wandb(None)
 
 
-def test_what_is_missing_is_said_before_a_search(nobody: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_reported_before_a_search(nobody: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as without:
         without.setattr("orchestrator.tracking.wandb_trials.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="tracking.wandb: 'heads' needs wandb, which is not installed: pip"):

@@ -1,4 +1,4 @@
-"""The verb finetune: refusals before any work, real trainings of converted and stock checkpoints, and going on."""
+"""The verb finetune: refusals before any work, real trainings of converted and stock checkpoints, and resuming."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any, demo_token
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: None, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The converted model, learning from the stock one: its record, its folder `out`, and the lines it `told`."""
-    out, told = tmp_path_factory.mktemp("whole") / "out", list[str]()
-    more = {"original": models["stock"], "progress": told.append}
+    """The converted model, learning from the stock one: its record, its folder `out`, and its output lines `told`."""
+    out, report = tmp_path_factory.mktemp("whole") / "out", list[str]()
+    more = {"original": models["stock"], "progress": report.append}
     store = default_uri(out.parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", store)
         record = finetune_checkpoint(models["converted"], out, **more, **ASKED)
-    return {"record": record, "out": out, "told": told, "store": store}
+    return {"record": record, "out": out, "told": report, "store": store}
 
 
 def test_the_best_step_is_kept_in_the_dtype_of_the_model(whole: dict[str, Any], models: dict[str, Path]) -> None:
@@ -83,22 +83,22 @@ def test_its_run_is_in_the_mlflow_store_that_the_environment_names(whole: dict[s
     assert run.data.metrics["kv_bytes_per_token"] == UNEVEN.kv_bytes_per_token(torch.bfloat16)
     params = {"base_model": "converted", "tuning": "full", "steps": "12", "seed": "0", "learning_rate": "0.003"}
     assert params.items() <= run.data.params.items() and "batch_size" in run.data.params
-    assert {made.dataset.name for made in run.inputs.dataset_inputs} == {"train: builtin", "eval: builtin"}
+    assert {created.dataset.name for created in run.inputs.dataset_inputs} == {"train: builtin", "eval: builtin"}
     assert str(whole["out"]) in run.data.tags["mlflow.note.content"]
     assert run.data.tags["mlflow.source.name"] == "headfold finetune"
 
 
 def test_the_same_command_does_nothing_twice(whole: dict[str, Any], models: dict[str, Path]) -> None:
-    out, asked = whole["out"], ASKED | {"original": models["stock"]}
+    out, requested = whole["out"], ASKED | {"original": models["stock"]}
     written = (out / "model.safetensors").stat().st_mtime_ns
-    assert finetune_checkpoint(models["converted"], out, **asked) == whole["record"]
+    assert finetune_checkpoint(models["converted"], out, **requested) == whole["record"]
     assert (out / "model.safetensors").stat().st_mtime_ns == written
     with pytest.raises(ConfigError, match="holds a training with another settings, original"):
         finetune_checkpoint(models["converted"], out, **ASKED)
     text = (out / "config.json").read_text()
     (out / "model.safetensors").unlink()  # the weights were lost: made again from the best step
     checkpoint.write_digests(out)
-    again = finetune_checkpoint(models["converted"], out, **asked)
+    again = finetune_checkpoint(models["converted"], out, **requested)
     assert again["weights_digest"] == whole["record"]["weights_digest"]
     assert (out / "config.json").read_text() == text
 
@@ -142,22 +142,22 @@ def test_mistakes_are_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-def test_with_an_original_the_loss_is_its_divergence_at_a_rate_of_its_own(
+def test_with_an_original_the_loss_is_its_divergence_at_a_separate_rate(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    given = {name: value for name, value in ASKED.items() if name != "learning_rate"}
+    options = {name: value for name, value in ASKED.items() if name != "learning_rate"}
     out = tmp_path / "out"
-    learning = {**given, "original": models["stock"]}
+    learning = {**options, "original": models["stock"]}
     settings = check_finetuning(models["converted"], out, **learning).settings
     assert (settings.distillation, settings.distillation_weight, settings.learning_rate) == ("kl", 1.0, 1e-4)
     named = {**learning, "overrides": ["train.distillation=kl_bild"]}
     settings = check_finetuning(models["converted"], out, **named).settings
     assert (settings.distillation, settings.distillation_weight) == ("kl_bild", 0.5)
     with pytest.raises(ConfigError, match="learning_rate: expected --learning-rate, or --original"):
-        check_finetuning(models["converted"], out, **given)
+        check_finetuning(models["converted"], out, **options)
 
 
-def test_a_training_that_was_begun_with_half_of_the_divergence_goes_on_with_it(
+def test_a_training_that_was_begun_with_half_of_the_divergence_resumes_with_it(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     out, given = tmp_path / "out", {**ASKED, "original": models["stock"]}

@@ -1,5 +1,5 @@
-"""Workers that are killed between two measurements: a trial, `train` and `finetune` go on from a checkpoint by the
-clock, to the numbers of an undisturbed training."""
+"""Workers that are killed between two measurements: a trial, `train` and `finetune` resume from a checkpoint by the
+clock, and reach the numbers of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WorkerKiller:
         self.store = CheckpointStore(str(folder.parent), folder.name)
         self.times = times
         self.steps: list[int] = []
-        """Of the newest checkpoint at each kill."""
+        """Steps of the newest checkpoint at each kill."""
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -61,13 +61,13 @@ class WorkerKiller:
             self.steps.append(saved[-1].step)
 
 
-def check(killer: WorkerKiller, times: int, found: Any, expected: Any) -> None:
+def check(killer: WorkerKiller, times: int, result: Any, expected: Any) -> None:
     killer.thread.join(10)
     assert len(killer.steps) == times and all(0 < step < STEPS for step in killer.steps), killer.steps
-    assert {name: found[name] for name in SAME} == {name: expected[name] for name in SAME}
+    assert {name: result[name] for name in SAME} == {name: expected[name] for name in SAME}
 
 
-def test_a_trial_goes_on_from_a_checkpoint_between_its_rungs(tiny_job: Any, on_group: Any, tmp_path: Path) -> None:
+def test_a_trial_resumes_from_a_checkpoint_between_its_rungs(tiny_job: Any, on_group: Any, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     train, held_out = (torch.randint(0, 64, (rows, 16), generator=generator) for rows in (100, 9))
     settings = TrainSettings(learning_rate=1e-3, cpus_per_worker=0.4)
@@ -80,13 +80,13 @@ def test_a_trial_goes_on_from_a_checkpoint_between_its_rungs(tiny_job: Any, on_g
 
 def test_train_and_finetune_start_again_by_themselves(ray_cluster: None, like: Path, tmp_path: Path) -> None:
     """Ray Train starts their workers again once; after a second loss they do so themselves."""
-    asked = ASKED | {"checkpoint_minutes": 0.01}
+    requested = ASKED | {"checkpoint_minutes": 0.01}
     expected = train_from_scratch(like, tmp_path / "whole", **ASKED)
-    killer, said = WorkerKiller(tmp_path / "killed.training" / "train" / "scratch", 2), list[str]()
-    check(killer, 2, train_from_scratch(like, tmp_path / "killed", progress=said.append, **asked), expected)
-    assert any("machines were lost; it starts again from step" in line for line in said), said
+    killer, output = WorkerKiller(tmp_path / "killed.training" / "train" / "scratch", 2), list[str]()
+    check(killer, 2, train_from_scratch(like, tmp_path / "killed", progress=output.append, **requested), expected)
+    assert any("machines were lost; it starts again from step" in line for line in output), output
     expected = finetune_checkpoint(tmp_path / "whole", tmp_path / "fine", **ASKED)
-    killer, said = WorkerKiller(tmp_path / "fine-killed.training" / "train" / "finetune", 2), list[str]()
-    found = finetune_checkpoint(tmp_path / "whole", tmp_path / "fine-killed", progress=said.append, **asked)
-    check(killer, 2, found, expected)
-    assert any("machines were lost; it starts again from step" in line for line in said), said
+    killer, output = WorkerKiller(tmp_path / "fine-killed.training" / "train" / "finetune", 2), list[str]()
+    result = finetune_checkpoint(tmp_path / "whole", tmp_path / "fine-killed", progress=output.append, **requested)
+    check(killer, 2, result, expected)
+    assert any("machines were lost; it starts again from step" in line for line in output), output

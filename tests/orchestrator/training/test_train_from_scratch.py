@@ -1,4 +1,4 @@
-"""The verb train: untrained models by seed, refusals before any work, real trainings, and going on after a kill."""
+"""The verb train: untrained models by seed, refusals before any work, real trainings, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ TRAINED = ASKED | {"steps": 60, "eval_every": 6, "recipe": "dcformer", "override
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: None, like: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A training that nobody disturbed: its record, its folder `out`, and the lines that it `told`."""
-    out, told = tmp_path_factory.mktemp("whole") / "out", list[str]()
-    return {"record": train_from_scratch(like, out, progress=told.append, **TRAINED), "out": out, "told": told}
+    """An undisturbed training: its record, its folder `out`, and its output lines `told`."""
+    out, report = tmp_path_factory.mktemp("whole") / "out", list[str]()
+    return {"record": train_from_scratch(like, out, progress=report.append, **TRAINED), "out": out, "told": report}
 
 
 def test_untrained_weights_follow_from_the_seed_alone(like: Path) -> None:
@@ -110,17 +110,17 @@ def test_what_does_not_fit_is_refused(like: Path, tmp_path: Path) -> None:
         check("/none", tmp_path / "out", **ASKED)
     with pytest.raises(DataError, match="synthetic:induction: expected one of all, new-pairs"):
         check(like, tmp_path / "out", **{**ASKED, "train_data": "synthetic:induction"})
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "mine.txt").touch()
+    chosen = tmp_path / "taken"
+    chosen.mkdir()
+    (chosen / "mine.txt").touch()
     with pytest.raises(OutputError, match="Headfold did not write its 'mine.txt'"):
-        train_from_scratch(like, taken, **ASKED)
+        train_from_scratch(like, chosen, **ASKED)
 
 
 def test_a_window_as_the_paper_has_it(like: Path, tmp_path: Path) -> None:
     changes = {"recipe": "dcformer", "overrides": ["composition.windowed=true", "train.beta2=0.95"]}
-    found = check(like, tmp_path / "out", **{**ASKED, **changes})
-    assert found.plan.composition == Composition(window=256) and found.settings.beta2 == 0.95
+    result = check(like, tmp_path / "out", **{**ASKED, **changes})
+    assert result.plan.composition == Composition(window=256) and result.settings.beta2 == 0.95
 
 
 def test_milestones_end_with_the_last_step(like: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_milestones_end_with_the_last_step(like: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_killed_command_goes_on_to_the_same_numbers(whole: dict[str, Any], like: Path, tmp_path: Path) -> None:
+def test_a_killed_command_resumes_to_the_same_numbers(whole: dict[str, Any], like: Path, tmp_path: Path) -> None:
     """The command with its Ray is killed after its first milestone, and called again."""
     options = ["--steps", "60", "--eval-every", "6", "--learning-rate", "3e-3", "--eval-tokens", "1024"]
     options += ["--sequence-length", "32", "--device", "cpu", "--recipe", "dcformer"]
@@ -164,13 +164,13 @@ def test_a_killed_command_goes_on_to_the_same_numbers(whole: dict[str, Any], lik
 
 
 def test_a_training_is_measured_saved_and_not_done_twice(whole: dict[str, Any], like: Path, tmp_path: Path) -> None:
-    record, out, told = whole["record"], whole["out"], whole["told"]
+    record, out, report = whole["record"], whole["out"], whole["told"]
     assert [point["step"] for point in record["milestones"]] == list(range(6, 61, 6))
     assert record["milestones"][-1]["loss"] == record["loss"] < record["milestones"][0]["loss"] - 0.05
     assert record["tokens"] == 60 * 8 * 32
-    assert len(told) == 1 + 10
-    assert "training: 12 of 60 steps, " in told[2]
-    assert "left" in told[2]
+    assert len(report) == 1 + 10
+    assert "training: 12 of 60 steps, " in report[2]
+    assert "left" in report[2]
     model = checkpoint.load(out)
     assert plan_of(model).composition == Composition(rank=1)
     assert checkpoints.parameters(model) == record["parameters"]
@@ -181,7 +181,7 @@ def test_a_training_is_measured_saved_and_not_done_twice(whole: dict[str, Any], 
     begun = json.loads(mark.read_text())
     del begun["settings"]["collective_seconds"]  # by a version that had fewer settings
     mark.write_text(json.dumps(begun))
-    again = train_from_scratch(like, out, progress=told.append, **TRAINED)
+    again = train_from_scratch(like, out, progress=report.append, **TRAINED)
     assert again == record
     assert (out / "model.safetensors").stat().st_mtime_ns == written
     many = ["train.num_workers=64", "train.batch_size=64"]

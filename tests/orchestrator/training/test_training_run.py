@@ -29,7 +29,7 @@ def test_it_starts_again_until_it_has_failed_too_often_without_getting_any_furth
 
 
 class WorkersFailed(RuntimeError):
-    """What Ray Train raises: a message, and what it has seen of each worker."""
+    """An error of Ray Train: a message, and the errors of each worker."""
 
     def __init__(self, failure: Exception) -> None:
         super().__init__("the training has failed")
@@ -38,7 +38,7 @@ class WorkersFailed(RuntimeError):
 
 def losing(monkeypatch: pytest.MonkeyPatch, folder: Path, *ends: Any) -> tuple[TrainingRun, list[str]]:
     """A training whose attempts end like that, one after the other; and what is said of them."""
-    attempts, said = iter(ends), list[str]()
+    attempts, output = iter(ends), list[str]()
 
     def attempt(*_: Any) -> Any:
         end = next(attempts)
@@ -47,25 +47,31 @@ def losing(monkeypatch: pytest.MonkeyPatch, folder: Path, *ends: Any) -> tuple[T
         return end
 
     monkeypatch.setattr(training_run, "dispatch_training", attempt)
-    given: dict[str, Any] = {"model_dir": "m", "train_file": "t", "eval_file": "e", "run_name": "r", "milestones": (9,)}
-    job = TrainJob(**given, out_dir=str(folder / "out"), storage_path=str(folder / "store"))
-    return TrainingRun(job), said
+    settings: dict[str, Any] = {
+        "model_dir": "m",
+        "train_file": "t",
+        "eval_file": "e",
+        "run_name": "r",
+        "milestones": (9,),
+    }
+    job = TrainJob(**settings, out_dir=str(folder / "out"), storage_path=str(folder / "store"))
+    return TrainingRun(job), output
 
 
 def test_a_training_that_has_lost_its_machines_starts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     unhealthy = WorkerHealthCheckFailedError("a worker health check failed", RuntimeError("the node is gone"))
     lost = (RayActorError(), WorkersFailed(unhealthy))
-    run, said = losing(monkeypatch, tmp_path, *lost, {"step": 9})
-    assert run.train_through_losses(said.append) == {"step": 9}
-    assert len(said) == 2 and "machines were lost; it starts again from step 0" in said[0]
+    run, output = losing(monkeypatch, tmp_path, *lost, {"step": 9})
+    assert run.train_through_losses(output.append) == {"step": 9}
+    assert len(output) == 2 and "machines were lost; it starts again from step 0" in output[0]
 
 
-def test_it_does_not_after_an_error_of_its_own_nor_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run, said = losing(monkeypatch, tmp_path, WorkersFailed(ValueError("wrong")))
+def test_it_does_not_after_another_error_nor_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, output = losing(monkeypatch, tmp_path, WorkersFailed(ValueError("wrong")))
     with pytest.raises(WorkersFailed):
-        run.train_through_losses(said.append)
-    assert said == []
-    run, said = losing(monkeypatch, tmp_path, *[RayActorError() for _ in range(LOSSES + 1)])
+        run.train_through_losses(output.append)
+    assert output == []
+    run, output = losing(monkeypatch, tmp_path, *[RayActorError() for _ in range(LOSSES + 1)])
     with pytest.raises(RayActorError):
-        run.train_through_losses(said.append)
-    assert len(said) == LOSSES
+        run.train_through_losses(output.append)
+    assert len(output) == LOSSES

@@ -37,7 +37,7 @@ def test_uniform_with_other_counts_allowed() -> None:
 
 
 def test_dha_by_hand() -> None:
-    """Three layers, total 32, quanta (4, 16): all start with 4, 20 are left; the loss 9 gets 12 more (8 left). Then
+    """Three layers, total 32, quanta (4, 16): all start with 4, 20 remain; the loss 9 gets 12 more (8 remain). Then
     loss / heads is 5/4, 2/4, 9/16: +4 to the first (5/8); then 5/8, 2/4, 9/16: +4 to the first again."""
     assert dha_greedy([5.0, 2.0, 9.0], 32) == (12, 4, 16)
 
@@ -47,23 +47,23 @@ def test_dha_gives_on_loss_per_head_and_ties_to_the_earlier_layer() -> None:
     assert dha_greedy([1.0, 1.0, 1.0], 28) == (16, 8, 4)  # 16 left: one large, which takes 12
 
 
-@pytest.mark.parametrize("left", [12, 13, 14, 15, 16])
-def test_dha_raises_as_printed_only_where_16_are_left(left: int) -> None:
+@pytest.mark.parametrize("remaining", [12, 13, 14, 15, 16])
+def test_dha_raises_as_printed_only_where_16_are_left(remaining: int) -> None:
     """Alg. 5, line 10: M16 = R // 16, so that with 12 <= R < 16 no layer gets 16, though the raise would take 12."""
-    if left % 4:
-        with pytest.raises(ValueError, match=f"{left % 4} of {8 + left} heads left"):
-            dha_greedy([1.0, 9.0], 8 + left)
+    if remaining % 4:
+        with pytest.raises(ValueError, match=f"{remaining % 4} of {8 + remaining} heads left"):
+            dha_greedy([1.0, 9.0], 8 + remaining)
         return
     # R = 12: loss / heads are 1/4, 9/4: +4; 1/4, 9/8: +4; 1/4, 9/12: +4. R = 16: 12 to the second, then 1/4 < 9/16.
-    assert dha_greedy([1.0, 9.0], 8 + left) == {12: (4, 16), 16: (4, 20)}[left]
-    assert dha_greedy([3.0, 4.0], 8 + left) == {12: (8, 12), 16: (8, 16)}[left]
+    assert dha_greedy([1.0, 9.0], 8 + remaining) == {12: (4, 16), 16: (4, 20)}[remaining]
+    assert dha_greedy([3.0, 4.0], 8 + remaining) == {12: (8, 12), 16: (8, 16)}[remaining]
 
 
 def test_dha_without_room_for_a_large_one() -> None:
     assert dha_greedy([1.0, 3.0], 16) == (4, 12)  # 8 left: less than the 12 that a large one takes
 
 
-def test_dha_caps_and_tells_of_a_remainder() -> None:
+def test_dha_caps_and_reports_a_remainder() -> None:
     assert dha_greedy([1.0, 100.0], 24, cap=16) == (8, 16)
     with pytest.raises(ValueError, match="8 of 40 heads left"):
         dha_greedy([1.0, 2.0], 40, cap=16)
@@ -106,13 +106,13 @@ def test_knapsack_against_brute_force(data: st.DataObject) -> None:
         with pytest.raises(ValueError, match="no choice of head counts"):
             knapsack(curves, budget, exact=exact)
         return
-    found = knapsack(curves, budget, exact=exact)
-    assert found in choices
+    result = knapsack(curves, budget, exact=exact)
+    assert result in choices
 
     def error(choice):
         return sum(curve[count] for curve, count in zip(curves, choice, strict=True))
 
-    assert error(found) == pytest.approx(min(map(error, choices)))
+    assert error(result) == pytest.approx(min(map(error, choices)))
 
 
 def test_knapsack_puts_heads_where_they_count() -> None:
@@ -190,22 +190,21 @@ def test_plans_lead_from_the_knapsack_to_the_even_one(data: st.DataObject) -> No
 
 
 def test_the_measured_best_of_the_finalists_is_taken() -> None:
-    # Sum of increases: site 0 wants everything. Half and half costs 0.2 more by that sum; the whole model says
-    # otherwise.
+    # Sum of increases: site 0 gets everything. Half and half costs 0.2 more by that sum; the whole model disagrees.
     curves = [{1: 1.0, 2: 0.3, 3: 0.0}, {1: 0.4, 2: 0.3, 3: 0.0}]
     assert towards_even(curves, 4, 5) == [(3, 1), (2, 2)]
-    asked: list[Counts] = []
+    requested: list[Counts] = []
 
     def final(counts: Counts) -> float:
-        asked.append(counts)
+        requested.append(counts)
         return {3: 2.7, 2: 2.5}[counts[0][0]]
 
     problem = AllocationProblem(1, 4, 0.5, (1, 2, 3), curves=lambda *_: curves, final=final)
     part = ALLOCATION.get("knapsack")
     assert part(problem) == ((2, 2),)
-    assert asked == [((3, 1),), ((2, 2),)]
+    assert requested == [((3, 1),), ((2, 2),)]
     assert part(problem, finalists=1) == ((3, 1),)
-    assert len(asked) == 2, "one finalist is not measured"
+    assert len(requested) == 2, "one finalist is not measured"
     assert part(dataclasses.replace(problem, final=None)) == ((3, 1),)
 
 

@@ -21,11 +21,11 @@ PLAN = AttentionPlan.identity(4, 4, 8)
         ({"gate": False}, Composition(gate=False)),
     ],
 )
-def test_a_window_is_256_tokens_in_every_second_layer_if_one_is_asked_for(
+def test_a_window_is_256_tokens_in_every_second_layer_if_one_is_requested(
     knobs: dict[str, object], expected: Composition
 ) -> None:
     part = COMPOSITION.get("dcmha")
-    made = part(PLAN, **part.settings(knobs)).composition
-    assert made == expected
+    created = part(PLAN, **part.settings(knobs)).composition
+    assert created == expected
     if expected == Composition(window=256):
-        assert [made.window_of(layer) for layer in range(4)] == [256, 0, 256, 0]
+        assert [created.window_of(layer) for layer in range(4)] == [256, 0, 256, 0]

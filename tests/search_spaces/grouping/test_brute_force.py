@@ -23,11 +23,11 @@ def stirling(heads: int, groups: int) -> int:
 @pytest.mark.parametrize("heads", range(1, 9))
 def test_each_partition_comes_once(heads: int) -> None:
     for groups in range(1, heads + 1):
-        found = list(all_partitions(heads, groups, heads))
-        assert len(set(found)) == len(found) == stirling(heads, groups)
-        assert all(canonical(partition) == partition for partition in found)
+        result = list(all_partitions(heads, groups, heads))
+        assert len(set(result)) == len(result) == stirling(heads, groups)
+        assert all(canonical(partition) == partition for partition in result)
         largest = max(group_sizes(heads, groups))
-        limited = [one for one in found if max(map(len, one)) <= largest]
+        limited = [one for one in result if max(map(len, one)) <= largest]
         assert list(all_partitions(heads, groups, largest)) == limited
 
 
@@ -42,9 +42,9 @@ def cost(seed: int) -> GroupCost:
 def test_it_finds_what_the_programme_over_subsets_finds(groups: int, equal_sizes: bool) -> None:
     problem = GroupingProblem(8, groups, objective=cost(groups))
     generator = np.random.default_rng(0)
-    found = brute_force(problem, generator, equal_sizes=equal_sizes)
+    result = brute_force(problem, generator, equal_sizes=equal_sizes)
     best = exact(problem, generator, equal_sizes=equal_sizes)
-    assert found.score == pytest.approx(best.score) and found.partition == best.partition
+    assert result.score == pytest.approx(best.score) and result.partition == best.partition
 
 
 def test_it_scores_whole_partitions_and_no_walk_is_better() -> None:
@@ -59,11 +59,11 @@ def test_it_scores_whole_partitions_and_no_walk_is_better() -> None:
 
     similarity = np.random.default_rng(0).normal(size=(7, 7))
     problem = GroupingProblem(7, 3, similarity + similarity.T, Whole())
-    found = brute_force(problem, np.random.default_rng(0))
+    result = brute_force(problem, np.random.default_rng(0))
     walked = [walk_asymmetric(problem, np.random.default_rng(seed), iterations=200).score for seed in range(4)]
-    assert found.score is not None
-    assert max(score for score in walked if score is not None) <= found.score
-    assert found.score == max(map(Whole().score, all_partitions(7, 3, 7)))
+    assert result.score is not None
+    assert max(score for score in walked if score is not None) <= result.score
+    assert result.score == max(map(Whole().score, all_partitions(7, 3, 7)))
 
 
 def test_too_many_are_refused_with_what_to_take() -> None:

@@ -162,8 +162,8 @@ def test_sites_come_layer_by_layer_keys_before_values() -> None:
     geometry = tiny_geometry()
     chain, plans = run(chain_of(geometry, ((3, 2), (2, 3)), 4), similarities(geometry))
     assert [site for site, _ in chain.history] == [(0, "key"), (0, "value"), (1, "key"), (1, "value")]
-    kept = [tuple((layer.key_heads, layer.value_heads) for layer in plan.layers) for plan in plans]
-    assert kept == [((3, 6), (6, 6))] * 4 + [((3, 2), (6, 6))] * 4 + [((3, 2), (2, 6))] * 4 + [((3, 2), (2, 3))] * 4
+    stored = [tuple((layer.key_heads, layer.value_heads) for layer in plan.layers) for plan in plans]
+    assert stored == [((3, 6), (6, 6))] * 4 + [((3, 2), (6, 6))] * 4 + [((3, 2), (2, 6))] * 4 + [((3, 2), (2, 3))] * 4
     assert len({plan.layers[0].key_groups for plan in plans[4:]}) == 1, "what was found stays"
     assert (chain.moves, chain.done) == (16, True)
     assert chain.plan == max(plans[12:], key=score_of)
@@ -188,7 +188,7 @@ def test_a_chain_decides_as_make_plan_does() -> None:
 
 
 @pytest.mark.parametrize("save_at", [1, 5, 6, 11, 15])
-def test_saved_and_restored_a_chain_goes_on_with_the_same_decisions(save_at: int) -> None:
+def test_saved_and_restored_a_chain_resumes_with_the_same_decisions(save_at: int) -> None:
     geometry = tiny_geometry()
     near = similarities(geometry)
     whole, plans = run(chain_of(geometry, ((3, 2), (2, 3)), 4, seed=3, accept=0.4, reset=0.3), near)

@@ -49,7 +49,7 @@ def test_the_grouping_costs_within_two_percent_of_the_search_by_the_cost_itself(
     slow = merge_anneal(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
     priced = layer_cost.priced
     quick = exact(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
-    assert layer_cost.priced == priced  # the cost itself was not asked
+    assert layer_cost.priced == priced  # the cost itself was not called
     assert quick.score == pytest.approx(layer_cost.score(quick.partition), rel=0.05)
     assert slow.score is not None and layer_cost.score(quick.partition) >= 1.02 * slow.score
     random = random_partition(18, 6, np.random.default_rng(0))
@@ -63,20 +63,20 @@ def test_the_grouping_costs_within_two_percent_of_the_search_by_the_cost_itself(
 def test_screened_changes_only_improve(may_move: bool) -> None:
     cost, guide = table_cost(10, 1), table_cost(10, 2)
     start = random_partition(10, 4, np.random.default_rng(0))
-    found = canonical(screened(cost, guide, list(start), may_move=may_move))
-    assert cost.score(found) > cost.score(start)
-    assert len(found) == 4 and sorted(h for group in found for h in group) == list(range(10))
+    result = canonical(screened(cost, guide, list(start), may_move=may_move))
+    assert cost.score(result) > cost.score(start)
+    assert len(result) == 4 and sorted(h for group in result for h in group) == list(range(10))
     if not may_move:
-        assert sorted(map(len, found)) == sorted(map(len, start))
-    assert canonical(screened(cost, guide, list(found), may_move=may_move)) == found
+        assert sorted(map(len, result)) == sorted(map(len, start))
+    assert canonical(screened(cost, guide, list(result), may_move=may_move)) == result
 
 
 def test_estimates_are_made_when_they_are_needed_and_not_before() -> None:
-    made: list[int] = []
+    created: list[int] = []
 
     def maker(rung: int, cost: GroupCost):
         def make() -> GroupCost:
-            made.append(rung)
+            created.append(rung)
             return cost
 
         return make
@@ -86,10 +86,10 @@ def test_estimates_are_made_when_they_are_needed_and_not_before() -> None:
     affordable = GroupCost(cost.cost, effort=lambda _: 1.0, estimates=ladder)
     problem = GroupingProblem(8, 4, objective=affordable)
     best = exact(problem, np.random.default_rng(0), equal_sizes=False)
-    assert not made
+    assert not created
     dear = GroupCost(cost.cost, effort=lambda _: 1.0, estimates=ladder, preparation=2 * AFFORDABLE)
     near = exact(replace(problem, objective=dear), np.random.default_rng(0), equal_sizes=False)
-    assert made == [0, 1] and dear.priced == 0
+    assert created == [0, 1] and dear.priced == 0
     assert near.score is not None and best.score is not None and near.score <= best.score
     assert near.score == cost.score(near.partition)
     assert by_estimates(replace(problem, objective=dear), np.random.default_rng(0), equal_sizes=False) == near
@@ -105,7 +105,7 @@ def site_of(context: PlanningContext, by: tuple[str, ...]) -> Site:
 def test_the_objective_of_dear_values_has_estimates_and_the_same_prices(
     by: tuple[str, ...], demo_context: PlanningContext, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    """Prices that were kept before stay those of the objective, with estimates or without."""
+    """Stored prices stay those of the objective, with estimates or without."""
     site = site_of(demo_context, by)
     plain = least_squares.least_squares(site)
     assert plain.estimates == () and RECIPES["headfold"].objective == "least_squares"
@@ -114,7 +114,7 @@ def test_the_objective_of_dear_values_has_estimates_and_the_same_prices(
     assert len(dear.estimates) == 2
     plain.kept = dear.kept = StoredPrices(tmp_path / "prices.safetensors")
     assert np.array_equal(plain.table(8, (2, 4)), dear.table(8, (2, 4)))
-    assert dear.priced == 0  # all were kept
+    assert dear.priced == 0  # all were stored
     groups = [(0, 1), (2, 5), (0, 1, 2, 3), (4, 5, 6, 7)]
     rough, close = ([make().cost(group) for group in groups] for make in dear.estimates)
     if len(by) == 1:  # else the scale between keys and values is another

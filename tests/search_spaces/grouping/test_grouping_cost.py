@@ -52,8 +52,8 @@ def random_cost(heads: int, seed: int) -> GroupCost:
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7, 8, 9, 10])
 def test_exact_against_brute_force(heads: int) -> None:
     cost = random_cost(heads, heads)
-    found = exact_partition(cost, heads)
-    assert sorted(found) == list(range(1, heads + 1))
+    result = exact_partition(cost, heads)
+    assert sorted(result) == list(range(1, heads + 1))
     best: dict[int, tuple[float, object]] = {}
     for groups in all_partitions(list(range(heads))):
         partition = canonical(groups)
@@ -61,16 +61,16 @@ def test_exact_against_brute_force(heads: int) -> None:
         if len(partition) not in best or total < best[len(partition)][0]:
             best[len(partition)] = (total, partition)
     for groups, (total, partition) in best.items():
-        assert found[groups].score == pytest.approx(-total)
-        assert found[groups].partition == partition  # random costs have no ties
+        assert result[groups].score == pytest.approx(-total)
+        assert result[groups].partition == partition  # random costs have no ties
 
 
 @pytest.mark.parametrize("heads", [4, 6, 8])
 def test_exact_with_equal_sizes_against_brute_force(heads: int) -> None:
     cost = random_cost(heads, 10 + heads)
-    found = exact_partition(cost, heads, equal_sizes=True)
-    assert sorted(found) == [g for g in range(1, heads + 1) if heads % g == 0]
-    for groups, answer in found.items():
+    result = exact_partition(cost, heads, equal_sizes=True)
+    assert sorted(result) == [g for g in range(1, heads + 1) if heads % g == 0]
+    for groups, answer in result.items():
         equal = [canonical(p) for p in all_partitions(list(range(heads)))]
         equal = [p for p in equal if len(p) == groups and len({len(g) for g in p}) == 1]
         assert answer.partition == max(equal, key=cost.score)
@@ -78,10 +78,10 @@ def test_exact_with_equal_sizes_against_brute_force(heads: int) -> None:
 
 def test_exact_takes_a_matrix_of_pair_costs() -> None:
     distance = np.array([[0, 9, 1, 9], [9, 0, 9, 2], [1, 9, 0, 9], [9, 2, 9, 0]], dtype=float)
-    found = exact_partition(distance, 4)
-    assert found[2].partition == ((0, 2), (1, 3))
-    assert found[2].score == -3.0
-    assert found[3].partition == ((0, 2), (1,), (3,))
+    result = exact_partition(distance, 4)
+    assert result[2].partition == ((0, 2), (1, 3))
+    assert result[2].score == -3.0
+    assert result[3].partition == ((0, 2), (1,), (3,))
 
 
 @pytest.mark.heavy
@@ -89,11 +89,11 @@ def test_exact_of_sixteen_heads() -> None:
     rng = np.random.default_rng(0)
     matrix = rng.uniform(size=(16, 16))
     matrix += matrix.T
-    found = exact_partition(matrix, 16, equal_sizes=True, groups=[4, 8])
+    result = exact_partition(matrix, 16, equal_sizes=True, groups=[4, 8])
     cost = PairCost(matrix)
     for groups in (4, 8):
         random = max(cost.score(random_partition(16, groups, rng)) for _ in range(200))
-        assert found[groups].score > random
+        assert result[groups].score > random
 
 
 @pytest.mark.parametrize("equal_sizes", [True, False])
@@ -101,7 +101,7 @@ def test_exact_of_sixteen_heads() -> None:
 def test_every_number_of_groups_from_one_cost(
     upwards: bool, equal_sizes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the planner asks: one count after the other. The programme is filled once if the smallest comes first, each
+    """In the planner's order: one count after the other. The programme is filled once if the smallest comes first, each
     set of heads is priced once in any case, and the partitions are those of separate calls."""
     cost, filled = random_cost(8, 3), []
     inner = subsets.Programme.__init__
@@ -112,31 +112,31 @@ def test_every_number_of_groups_from_one_cost(
 
     monkeypatch.setattr(subsets.Programme, "__init__", spy)
     counts = sorted((2, 4, 8) if equal_sizes else range(2, 9), reverse=not upwards)
-    found = {}
+    result = {}
     for groups in counts:
         problem = GroupingProblem(8, groups, objective=cost)
-        found[groups] = exact(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
+        result[groups] = exact(problem, np.random.default_rng(0), equal_sizes=equal_sizes)
     if upwards and not equal_sizes:
         assert len(filled) == 1
     assert cost.priced == (8 + 28 + 70 if equal_sizes else 2**8 - 2)
     monkeypatch.undo()
     fresh = exact_partition(random_cost(8, 3), 8, equal_sizes=equal_sizes)
-    assert all(found[groups] == fresh[groups] for groups in counts)
+    assert all(result[groups] == fresh[groups] for groups in counts)
 
 
 def test_costs_of_many_groups_are_those_one_by_one_and_the_memo_is_bounded() -> None:
-    plain, asked = random_cost(8, 5), []
+    plain, requested = random_cost(8, 5), []
 
     def many(groups):
-        asked.append(list(groups))
+        requested.append(list(groups))
         return np.array([plain.cost(group) for group in groups])
 
     cost = GroupCost(lambda members: many([members])[0], many, remembered=10)
     rng = np.random.default_rng(0)
     partitions = [random_partition(8, 3, rng) for _ in range(40)]
     assert cost.scores(partitions) == [plain.score(partition) for partition in partitions]
-    assert all(len({len(group) for group in batch}) == 1 for batch in asked)
-    assert len(asked) == 2 and cost.priced == len({group for partition in partitions for group in partition})
+    assert all(len({len(group) for group in batch}) == 1 for batch in requested)
+    assert len(requested) == 2 and cost.priced == len({group for partition in partitions for group in partition})
     for _ in range(2000):
         partition = random_partition(8, 3, rng)
         assert cost.score(partition) == plain.score(partition)
@@ -153,10 +153,10 @@ def test_groups_that_do_not_divide_are_no_larger_than_they_must_be(heads: int, g
     best = max(cost.score(p) for p in every if max(map(len, p)) == largest)
     problem = GroupingProblem(heads, groups, objective=cost)
     for name in ("exact", "merge", "merge_anneal", "anneal", "anneal_restarts", "neighbour"):
-        found = GROUPING.get(name)(problem, np.random.default_rng(0), equal_sizes=True)
-        assert max(map(len, found.partition)) == largest and len(found.partition) == groups
-        assert cost.score(found.partition) <= best + 1e-9
-        assert name != "exact" or found.score == pytest.approx(best)
+        result = GROUPING.get(name)(problem, np.random.default_rng(0), equal_sizes=True)
+        assert max(map(len, result.partition)) == largest and len(result.partition) == groups
+        assert cost.score(result.partition) <= best + 1e-9
+        assert name != "exact" or result.score == pytest.approx(best)
 
 
 def test_exact_refuses_what_cannot_be() -> None:
@@ -183,10 +183,10 @@ def test_swapping_methods_keep_sizes_and_report_their_cost(method: str) -> None:
     rng = np.random.default_rng(0)
     for heads, groups in ((8, 2), (12, 4), (7, 3), (5, 1), (6, 6)):
         cost = random_cost(heads, heads)
-        found = GROUPING.get(method)(GroupingProblem(heads, groups, objective=cost), rng, equal_sizes=False)
-        assert sorted(h for g in found.partition for h in g) == list(range(heads))
-        assert sorted(len(g) for g in found.partition)[-1] - sorted(len(g) for g in found.partition)[0] <= 1
-        assert found.score == pytest.approx(cost.score(found.partition))
+        result = GROUPING.get(method)(GroupingProblem(heads, groups, objective=cost), rng, equal_sizes=False)
+        assert sorted(h for g in result.partition for h in g) == list(range(heads))
+        assert sorted(len(g) for g in result.partition)[-1] - sorted(len(g) for g in result.partition)[0] <= 1
+        assert result.score == pytest.approx(cost.score(result.partition))
 
 
 def test_default_annealing_is_the_papers_110_moves(monkeypatch) -> None:
@@ -267,8 +267,8 @@ def test_uphill_swaps_of_the_paper_s_schedule_are_nearly_all_accepted_and_of_a_s
 def test_scaled_annealing_depends_on_no_unit_of_the_cost() -> None:
     cost = np.random.default_rng(0).uniform(0, 1, (8, 8))
     cost = cost + cost.T
-    found = [anneal(c * cost, 8, 2, generator=np.random.default_rng(1), scaled=True).partition for c in (1e-4, 1, 1e4)]
-    assert found[0] == found[1] == found[2]
+    result = [anneal(c * cost, 8, 2, generator=np.random.default_rng(1), scaled=True).partition for c in (1e-4, 1, 1e4)]
+    assert result[0] == result[1] == result[2]
     assert anneal(np.zeros((8, 8)), 8, 2, generator=np.random.default_rng(1), scaled=True).score == 0
 
 
@@ -282,15 +282,15 @@ def test_gap_to_exact_at_twelve_heads(seed: int) -> None:
     free = exact_partition(distance, 12, groups=[4])[4]
     assert best.score is not None and free.score is not None and free.score >= best.score - 1e-9
     problem = GroupingProblem(12, 4, objective=PairCost(distance))
-    found = {
+    result = {
         "restarts": anneal_restarts(problem, rng),
         "merge": merge(problem, rng),
     }
-    for grouping in found.values():
+    for grouping in result.values():
         assert grouping.score is not None and grouping.score <= best.score + 1e-9
         assert {len(g) for g in grouping.partition} == {3}
-    assert found["restarts"].score == pytest.approx(best.score)
-    assert found["merge"].score >= 1.05 * best.score  # type: ignore[operator]
+    assert result["restarts"].score == pytest.approx(best.score)
+    assert result["merge"].score >= 1.05 * best.score  # type: ignore[operator]
     unequal = merge(problem, rng, equal_sizes=False)
     assert free.score >= unequal.score - 1e-9 >= 1.25 * free.score - 1e-9  # type: ignore[operator]
 
@@ -298,7 +298,7 @@ def test_gap_to_exact_at_twelve_heads(seed: int) -> None:
 def twelve(context: PlanningContext, layer: int, side: str) -> KeyCost | ValueCost:
     """Real heads, twelve of them: those of one layer and four of the next, as if all saw the inputs of the first.
 
-    Of value heads every fourth dim, so that all 4,096 groups of twelve are priced in seconds.
+    Only every fourth dim of value heads, so that all 4,096 groups of twelve are priced in seconds.
     """
     assert context.calibration is not None
     own, more = context.heads[layer], context.heads[layer + 1]
@@ -327,21 +327,21 @@ def test_annealing_is_within_one_percent_of_exact_at_twelve_heads(
     exact = exact_partition(cost, 12, equal_sizes=equal_sizes, groups=[3, 4, 6])
     for groups, best in exact.items():
         problem = GroupingProblem(12, groups, objective=cost)
-        found = merge_anneal(problem, rng, equal_sizes=equal_sizes, steps=10_000)
-        assert best.score is not None and found.score is not None
-        assert best.score + 1e-9 >= found.score >= 1.01 * best.score, (kind, groups)
+        result = merge_anneal(problem, rng, equal_sizes=equal_sizes, steps=10_000)
+        assert best.score is not None and result.score is not None
+        assert best.score + 1e-9 >= result.score >= 1.01 * best.score, (kind, groups)
 
 
 @pytest.mark.heavy
 def test_what_was_priced_before_changes_no_annealing() -> None:
-    """A site's cost serves several counts; the groups of one must not depend on which others were asked for first."""
+    """A site's cost serves several counts; the groups of one must not depend on the order of the requests."""
     similarity = np.random.default_rng(30).normal(size=(30, 30))
     used = PairCost.from_similarity(similarity + similarity.T)
-    found = [
+    result = [
         merge_anneal(GroupingProblem(30, 6, objective=cost), np.random.default_rng(7))
         for cost in (used, used, PairCost(used.pairs))
     ]
-    assert found[0] == found[1] == found[2]
+    assert result[0] == result[1] == result[2]
 
 
 @pytest.mark.extended
@@ -353,14 +353,14 @@ def test_thirty_two_heads_beat_merging_and_neighbours(kind: str, equal_sizes: bo
     heads, geometry = lift(model)[0], geometry_of(model.config)
     statistics = calibrate(model, tokens).layers[0]
     rng = np.random.default_rng(0)
-    made = {"key": KeyCost, "value": ValueCost}
-    cost = GroupCost(made[kind](heads, statistics, geometry).cost) if kind in made else clustered(32, rng)
+    created = {"key": KeyCost, "value": ValueCost}
+    cost = GroupCost(created[kind](heads, statistics, geometry).cost) if kind in created else clustered(32, rng)
     problem = GroupingProblem(32, 8, objective=cost)
-    found = merge_anneal(problem, rng, equal_sizes=equal_sizes)
-    assert len(found.partition) == 8
+    result = merge_anneal(problem, rng, equal_sizes=equal_sizes)
+    assert len(result.partition) == 8
     neighbours = canonical([range(4 * g, 4 * g + 4) for g in range(8)])
-    assert found.score is not None and found.score > cost.score(neighbours)
-    assert found.score >= merge(problem, rng, equal_sizes=equal_sizes).score  # type: ignore[operator]
+    assert result.score is not None and result.score > cost.score(neighbours)
+    assert result.score >= merge(problem, rng, equal_sizes=equal_sizes).score  # type: ignore[operator]
 
 
 def clustered(heads: int, rng: np.random.Generator) -> PairCost:
@@ -377,11 +377,11 @@ def test_merging_meets_any_count(data: st.DataObject) -> None:
     groups = data.draw(st.sampled_from(counts))
     matrix = np.random.default_rng(heads).uniform(size=(heads, heads))
     problem = GroupingProblem(heads, groups, objective=PairCost(matrix))
-    found = merge(problem, np.random.default_rng(0), equal_sizes=equal, max_passes=3)
-    assert sorted(h for g in found.partition for h in g) == list(range(heads))
-    assert len(found.partition) == groups
+    result = merge(problem, np.random.default_rng(0), equal_sizes=equal, max_passes=3)
+    assert sorted(h for g in result.partition for h in g) == list(range(heads))
+    assert len(result.partition) == groups
     if equal:
-        assert {len(g) for g in found.partition} == {heads // groups}
+        assert {len(g) for g in result.partition} == {heads // groups}
 
 
 def test_costs_that_are_not_finite_are_refused() -> None:

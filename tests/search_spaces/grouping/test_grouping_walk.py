@@ -69,10 +69,10 @@ def test_preserve_moves_another_member_of_bs_group_back() -> None:
     assert generator.asked == [6, 2, 1]
     assert kept == ((0, 3), (1, 2), (4, 5))
     # Head 0 goes to 4, the second nearest, in (3, 4, 5): 3 or 5.
-    for drawn, wanted in ((0, ((0, 4, 5), (1, 3), (2,))), (1, ((0, 3, 4), (1, 5), (2,)))):
+    for drawn, expected in ((0, ((0, 4, 5), (1, 3), (2,))), (1, ((0, 3, 4), (1, 5), (2,)))):
         from_three, generator = moved(((0, 1), (2,), (3, 4, 5)), [0, 1, drawn], 0.1)
         assert generator.asked == [6, 2, 2]
-        assert from_three == wanted
+        assert from_three == expected
 
 
 def test_b_itself_comes_back_only_where_it_is_alone() -> None:
@@ -83,21 +83,22 @@ def test_b_itself_comes_back_only_where_it_is_alone() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_with_two_groups_similarity_decides_what_a_move_brings_together(symmetric: bool) -> None:
-    """Eight heads in two groups, one candidate: a ends beside the head most similar to it, always; and another
-    similarity makes another move of the same draws. (Gave b itself back, no similarity would change anything.)"""
+    """Eight heads in two groups, one candidate: a always ends next to the head most similar to it; and another
+    similarity makes another move of the same draws. (If b itself were returned, no similarity would change
+    anything.)"""
     rng = np.random.default_rng(0)
     options = {"preserve": 0.5, "neighbours": 1, "symmetric": symmetric}
     differ = 0
     for seed in range(60):
         partition = random_partition(8, 2, rng)
-        found = []
+        result = []
         for matrix in rng.normal(size=(2, 8, 8)):
             a = int(np.random.default_rng(seed).integers(8))  # the first number that `propose` draws
             home = next(group for group in partition if a in group)
             b = max((h for h in range(8) if h not in home), key=lambda h: matrix[a, h])
-            found.append(propose(partition, matrix, generator=np.random.default_rng(seed), **options))  # type: ignore[arg-type]
-            assert any({a, b} <= set(group) for group in found[-1])
-        differ += found[0] != found[1]
+            result.append(propose(partition, matrix, generator=np.random.default_rng(seed), **options))  # type: ignore[arg-type]
+            assert any({a, b} <= set(group) for group in result[-1])
+        differ += result[0] != result[1]
     assert differ > 8  # of 60; without a head that comes back, which b it was plays no part in two groups
 
 
@@ -125,16 +126,16 @@ def test_fewer_heads_outside_than_neighbours() -> None:
 
 
 def test_best_starts_at_none_so_that_negative_scores_work() -> None:
-    found = asym_walk(SIMILARITY, lambda p: -1000.0 - len(p[0]), 3, generator=np.random.default_rng(0))
-    assert found.score is not None and found.score < -1000
-    assert found.score == max(step.score for step in found.trace)
+    result = asym_walk(SIMILARITY, lambda p: -1000.0 - len(p[0]), 3, generator=np.random.default_rng(0))
+    assert result.score is not None and result.score < -1000
+    assert result.score == max(step.score for step in result.trace)
 
 
-def test_the_trace_tells_the_rule() -> None:
+def test_the_trace_reports_the_rule() -> None:
     """Accepted whenever better than the best; with accept=0 never else; with accept=1 always."""
     values = np.random.default_rng(1)
     for accept in (0.0, 1.0):
-        found = asym_walk(
+        result = asym_walk(
             SIMILARITY,
             lambda p: float(values.normal()),
             3,
@@ -143,17 +144,17 @@ def test_the_trace_tells_the_rule() -> None:
             generator=np.random.default_rng(2),
         )
         best = -np.inf
-        for step in found.trace:
+        for step in result.trace:
             better = step.score > best
             best = max(best, step.score)
             assert step.best == best
             assert step.accepted == (better or accept == 1.0)
-        assert found.score == best
+        assert result.score == best
 
 
 def test_reset_starts_from_equal_sizes() -> None:
     """Right after a reset one move is made: sizes are at most one off from equal."""
-    found = asym_walk(
+    result = asym_walk(
         SIMILARITY,
         lambda p: 0.0,
         3,
@@ -163,10 +164,10 @@ def test_reset_starts_from_equal_sizes() -> None:
         accept=1.0,
         generator=np.random.default_rng(0),
     )
-    after = [step for step in found.trace if step.reset]
+    after = [step for step in result.trace if step.reset]
     assert 20 < len(after) < 80
     assert {tuple(sorted(len(g) for g in step.partition)) for step in after} == {(1, 2, 3)}
-    others = {tuple(sorted(len(g) for g in step.partition)) for step in found.trace if not step.reset}
+    others = {tuple(sorted(len(g) for g in step.partition)) for step in result.trace if not step.reset}
     assert (1, 1, 4) in others
 
 
@@ -183,7 +184,7 @@ def test_any_geometry_stays_a_partition(symmetric: bool, data: st.DataObject) ->
     groups = data.draw(st.integers(1, heads))
     seed = data.draw(st.integers(0, 1000))
     matrix = np.random.default_rng(seed).normal(size=(heads, heads))
-    found = asym_walk(
+    result = asym_walk(
         matrix,
         lambda p: -float(sum(len(g) ** 2 for g in p)),
         groups,
@@ -191,7 +192,7 @@ def test_any_geometry_stays_a_partition(symmetric: bool, data: st.DataObject) ->
         generator=np.random.default_rng(seed),
         symmetric=symmetric,
     )
-    for partition in [found.partition, *(step.partition for step in found.trace)]:
+    for partition in [result.partition, *(step.partition for step in result.trace)]:
         assert sorted(h for group in partition for h in group) == list(range(heads))
         assert len(partition) == groups
         if symmetric:

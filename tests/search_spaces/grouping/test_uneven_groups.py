@@ -39,14 +39,14 @@ def test_sizes_by_hand(heads: int, groups: int, sizes: list[int]) -> None:
 
 @given(heads=st.integers(1, 128), size=st.integers(1, 128))
 def test_every_size_is_met_by_the_groups_that_it_gives(heads: int, size: int) -> None:
-    """Slow reference: cut off `size` heads until fewer are left."""
-    wanted, left = [], heads
-    while left > 0:
-        wanted.append(min(size, left))
-        left -= size
-    groups = len(wanted)
+    """Slow reference: cut off `size` heads until fewer remain."""
+    expected, remaining = [], heads
+    while remaining > 0:
+        expected.append(min(size, remaining))
+        remaining -= size
+    groups = len(expected)
     if -(-heads // groups) == size or groups == 1:  # the least size that gives so many groups is the one that is used
-        assert full_sizes(heads, groups) == wanted
+        assert full_sizes(heads, groups) == expected
     assert sum(full_sizes(heads, groups)) == heads and min(full_sizes(heads, groups)) >= 1
     if heads % groups == 0:
         assert full_sizes(heads, groups) == group_sizes(heads, groups)
@@ -66,7 +66,7 @@ def test_a_walk_starts_at_full_groups(symmetric: bool) -> None:
 
 @pytest.mark.parametrize("walk", [False, True])
 @pytest.mark.parametrize(("kept", "sizes"), [(3, [3, 3, 2]), (5, [2, 2, 2, 1, 1])])
-def test_plans_of_such_sizes(walk: bool, kept: int, sizes: list[int]) -> None:
+def test_plans_of_these_sizes(walk: bool, kept: int, sizes: list[int]) -> None:
     """`gqa` and the symmetric walk at 3 and 5 of 8 heads; not for a family whose groups must be of one size."""
     context = random_context(8, 8, 2)
     changes = {"grouping": "walk_symmetric", "objective": "pairs"} if walk else {}
@@ -85,7 +85,7 @@ def test_plans_of_such_sizes(walk: bool, kept: int, sizes: list[int]) -> None:
 
 
 def test_equal_counts_stay_plain_gqa() -> None:
-    """What is asked for as uneven and comes out even is the plan that `gqa` makes."""
+    """A request for uneven groups that turn out even is the plan that `gqa` makes."""
     context = random_context(8, 8, 2)
     plans = [make_plan(recipe("gqa", **more), 0.25, context, np.random.default_rng(0)) for more in ({}, UNEVEN)]
     assert plans[0] == plans[1] and all(layer.is_uniform_gqa for layer in plans[0].layers)

@@ -21,7 +21,7 @@ DISTANCE = np.abs(PLACES[:, None] - PLACES[None])
 
 
 class Scripted:
-    """Stands in for a generator: integers and random numbers as told."""
+    """Replaces a generator: returns the given integers and random numbers."""
 
     def __init__(self, integers: list[int], randoms: list[float]) -> None:
         self.left, self.randoms = list(integers), list(randoms)
@@ -36,8 +36,8 @@ class Scripted:
 def swapped(random: float, temperature: float) -> tuple[tuple[tuple[int, ...], ...], float, bool]:
     """One move from ((0, 1), (2, 3)), cost 1 + 2 = 3, that exchanges heads 1 and 2: cost |0 - 10| + |1 - 12| = 21.
 
-    Then a second move, at temperature 0. Returns the best, its cost, and whether the first move was kept: the second
-    one sees what it left.
+    Then a second move, at temperature 0. Returns the best, its cost, and whether the first move was accepted: the
+    second one starts from its result.
     """
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
@@ -56,8 +56,8 @@ def test_alg_4_accepts_a_rise_with_probability_exp_of_minus_rise_over_temperatur
     assert chance == pytest.approx(0.4066, abs=1e-4)
     assert swapped(chance - 1e-6, 20.0)[2]
     assert not swapped(chance + 1e-6, 20.0)[2]
-    assert not swapped(1e-12, 0.0)[2]  # at temperature 0 nothing that rises is kept
-    for random in (0.0, 0.999):  # whatever is kept on the way, the best that was visited is returned
+    assert not swapped(1e-12, 0.0)[2]  # at temperature 0 no increase is accepted
+    for random in (0.0, 0.999):  # the best partition visited is returned, whichever moves are accepted
         assert swapped(random, 20.0)[:2] == (((0, 1), (2, 3)), 3.0)
 
 
@@ -95,12 +95,12 @@ class Recorder:
         return self.inner.permutation(*args)  # type: ignore[call-overload]
 
     def integers(self, high: int, size: int | None = None) -> object:
-        found = self.inner.integers(high, size=size)
+        result = self.inner.integers(high, size=size)
         if size is None:
-            self.moves[-1].append(int(found))
+            self.moves[-1].append(int(result))
         else:
-            self.moves.append([int(x) for x in found])
-        return found
+            self.moves.append([int(x) for x in result])
+        return result
 
     def random(self) -> float:
         self.moves[-1].append(self.inner.random())
@@ -123,33 +123,33 @@ def test_alg_4_against_loops(seed: int) -> None:
 
 
 def test_annealing_finds_the_clusters_of_a_line() -> None:
-    found = anneal(DISTANCE, 4, 2, generator=np.random.default_rng(0))
-    assert found.partition == ((0, 1), (2, 3)) and found.score == -3.0
+    result = anneal(DISTANCE, 4, 2, generator=np.random.default_rng(0))
+    assert result.partition == ((0, 1), (2, 3)) and result.score == -3.0
 
 
 # ---- Alg. 5 ---------------------------------------------------------------------------------------------------
 
 
 def slow_greedy(losses: list[float], total: int, small: int, large: int, cap: int) -> list[int] | None:
-    """Alg. 5 one step at a time, with lists and no cleverness; None where heads are left over or too few."""
-    given, left = [], total
+    """Alg. 5 one step at a time, with plain lists; None where heads remain or are too few."""
+    given, remaining = [], total
     for _ in losses:
         given.append(small)
-        left -= small
-    if left < 0 or small > cap:
+        remaining -= small
+    if remaining < 0 or small > cap:
         return None
     first = max(range(len(losses)), key=lambda i: (losses[i], -i))
     more = min(large, cap) - small
-    if left // large >= 1:  # line 10: as many 16's as fit whole, though each takes 12
+    if remaining // large >= 1:  # line 10: as many 16's as fit whole, though each takes 12
         given[first] += more
-        left -= more
-    while left >= small:
+        remaining -= more
+    while remaining >= small:
         need = [losses[i] / given[i] if given[i] + small <= cap else -1.0 for i in range(len(losses))]
         if max(need) < 0:
             break
         given[need.index(max(need))] += small
-        left -= small
-    return given if left == 0 else None
+        remaining -= small
+    return given if remaining == 0 else None
 
 
 @settings(max_examples=150, deadline=None)
@@ -161,12 +161,12 @@ def slow_greedy(losses: list[float], total: int, small: int, large: int, cap: in
     cap=st.integers(1, 24),
 )
 def test_alg_5_against_loops(losses: list[int], total: int, small: int, times: int, cap: int) -> None:
-    wanted = slow_greedy([float(x) for x in losses], total, small, small * times, cap)
-    if wanted is None:
+    expected = slow_greedy([float(x) for x in losses], total, small, small * times, cap)
+    if expected is None:
         with pytest.raises(ValueError, match="dha allocation"):
             dha_greedy([float(x) for x in losses], total, (small, small * times), cap)
         return
-    assert list(dha_greedy([float(x) for x in losses], total, (small, small * times), cap)) == wanted
+    assert list(dha_greedy([float(x) for x in losses], total, (small, small * times), cap)) == expected
 
 
 # ---- Eq. 1 ----------------------------------------------------------------------------------------------------

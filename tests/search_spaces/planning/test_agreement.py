@@ -1,4 +1,4 @@
-"""How far the cheap score can stand for the loss of the whole model: in ranks, and in where a walk ends."""
+"""Agreement of the cheap score with the loss of the whole model: in ranks, and in the end of a walk."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainers.text.data import load_sequences
 def test_swaps_are_one_exchange_from_neighbours() -> None:
     rng = np.random.default_rng(0)
     start = [{0, 1, 2, 3}, {4, 5, 6, 7}]
-    found = random_swaps(8, 2, 100, rng)
-    assert len(set(found)) == 16
-    for partition in found:
+    result = random_swaps(8, 2, 100, rng)
+    assert len(set(result)) == 16
+    for partition in result:
         assert sorted(len(set(partition[0]) & group) for group in start) == [1, 3]
     assert len(random_swaps(8, 4, 100, rng)) == 12  # two ways for each of six pairs of pairs
     assert len(random_swaps(8, 2, 5, rng)) == 5
@@ -43,25 +43,25 @@ def test_every_site_is_measured_both_ways(
     context = replace(demo_context, sequences=demo_context.sequences[:1], _trials={})
     monkeypatch.setattr(progress, "SAY_SECONDS", 0)
     with progress.show_progress("convert"):
-        found = agreement(context, np.random.default_rng(0), moves=8, tokens=512)
-    assert [(a.layer, a.side) for a in found] == [(layer, side) for layer in range(4) for side in ("key", "value")]
-    told = capsys.readouterr().err.splitlines()
-    steps = list(dict.fromkeys(line.split(",")[0] for line in told))  # a step that takes long is told again
-    if steps[0].endswith(" 0 of 64 moves"):  # told where the first move takes long, as on a busy machine
+        result = agreement(context, np.random.default_rng(0), moves=8, tokens=512)
+    assert [(a.layer, a.side) for a in result] == [(layer, side) for layer in range(4) for side in ("key", "value")]
+    output = capsys.readouterr().err.splitlines()
+    steps = list(dict.fromkeys(line.split(",")[0] for line in output))  # a long step is reported repeatedly
+    if steps[0].endswith(" 0 of 64 moves"):  # reported where the first move takes long, as on a busy machine
         del steps[0]
     assert steps == [f"scoring moves both ways: {n} of 64 moves" for n in range(1, 65)]
-    keys = [a.spearman for a in found if a.side == "key"]
+    keys = [a.spearman for a in result if a.side == "key"]
     assert np.mean(keys) > 0.3  # type: ignore[arg-type]
     pooled = recipe("gqa")
     from search_spaces.site import plan_of_sites
 
-    first = found[0]
+    first = result[0]
     plan = plan_of_sites({(0, "key"): first.moves[0]}, context.geometry)
     assert first.full[0] == pytest.approx(-context.increases_of(pooled, [(0, plan)], tokens=512)[0])
     assert first.to_dict()["moves"] == 8
 
 
-def test_nothing_to_swap_is_said(make_context) -> None:
+def test_nothing_to_swap_is_reported(make_context) -> None:
     with pytest.raises(ValueError, match="leave nothing to swap"):
         agreement(make_context("llama", num_key_value_heads=2), np.random.default_rng(0))
     with pytest.raises(ValueError, match="calibrate"):

@@ -90,7 +90,7 @@ def test_the_usual_counts_of_a_layer(stored: int, heads: int, counts: tuple[int,
     assert usual_counts(stored, heads) == counts
 
 
-def test_every_count_where_it_is_asked_for() -> None:
+def test_every_count_where_it_is_requested() -> None:
     geometry = geometry_of(8, 8, 3)
     with pytest.raises(ValueError, match="no choice of head counts"):
         check_budget(recipe("headfold_layers"), Fraction(23, 24), geometry)

@@ -1,4 +1,4 @@
-"""Measured increases: the same as converting and running the whole model; curves shared by budgets and kept on disk."""
+"""Measured increases: the same as converting and running the whole model; curves shared by budgets and stored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_rise_is_that_of_the_whole_model(family: str, tiny_model) -> None:
         assert trials.increase(layer, other) == pytest.approx(language_loss(whole, tokens) - trials.base, abs=1e-5)
     assert abs(trials.increase(0, heads[0])) < 1e-6
     assert trials.base == pytest.approx(language_loss(model, tokens), abs=1e-5)
-    assert trials.base == pytest.approx(language_loss(trials.model, tokens), abs=1e-6)  # nothing is left behind
+    assert trials.base == pytest.approx(language_loss(trials.model, tokens), abs=1e-6)  # the model is unchanged
 
 
 def test_heads_that_are_not_lifted_are_refused(tiny_model) -> None:
@@ -113,7 +113,7 @@ def test_one_count_a_layer(make_context) -> None:
 
 
 @pytest.mark.parametrize(("counts", "allowed"), [("powers_of_two", {1, 2, 4, 6}), ("divisors", {1, 2, 3, 6})])
-def test_counts_are_those_asked_for(counts: str, allowed: set[int], make_context) -> None:
+def test_counts_are_the_requested_ones(counts: str, allowed: set[int], make_context) -> None:
     context = make_context("llama", num_attention_heads=6, num_key_value_heads=6, hidden_size=48)
     knobs = {"grouping.equal_sizes": False, "allocation.counts": counts}
     chosen = recipe("least_squares", together=False, allocation="knapsack", refinement="none", **knobs)
@@ -150,13 +150,13 @@ def test_estimates_follow_what_is_measured(demo_context: PlanningContext) -> Non
     """On the demo checkpoint, of single sites without a fit: ranked alike, and mostly within a factor of two."""
     context, geometry = demo_context, demo_context.geometry
     chosen = recipe("least_squares", together=False, refinement="none")
-    found = {MEASURED_INCREASE: [], ESTIMATED_INCREASE: []}
+    result = {MEASURED_INCREASE: [], ESTIMATED_INCREASE: []}
     for layer in range(geometry.num_layers):
         sites = [{(layer, side): neighbour_partition(8, count)} for side in SIDES for count in (1, 2, 4)]
         plans = [plan_of_sites(site, geometry) for site in sites]
-        for increases, values in found.items():
+        for increases, values in result.items():
             values += context.increases_of(chosen, [(layer, plan) for plan in plans], tokens=1024, increases=increases)
-    measured, estimated = (np.array(found[name]) for name in (MEASURED_INCREASE, ESTIMATED_INCREASE))
+    measured, estimated = (np.array(result[name]) for name in (MEASURED_INCREASE, ESTIMATED_INCREASE))
     assert spearmanr(measured, estimated).statistic > 0.9
     seen = measured > 1e-3  # smaller ones are as large as what the sample of tokens changes
     assert seen.sum() > 12 and np.median(np.abs(np.log2(estimated[seen] / measured[seen]))) < 1
@@ -173,39 +173,39 @@ def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext)
         knobs = {"tokens": 1024, "fit_steps": fit_steps, "refined_steps": refined_steps}
         return demo_context.increases_of(chosen, [(3, plan)], increases=ESTIMATED_INCREASE, **knobs)[0]
 
-    short, foreseen, made = estimate("key", 60, 60), estimate("key", 60, 240), estimate("key", 240, 240)
-    assert made < short
-    assert foreseen == pytest.approx(made, rel=0.25)
+    short, foreseen, created = estimate("key", 60, 60), estimate("key", 60, 240), estimate("key", 240, 240)
+    assert created < short
+    assert foreseen == pytest.approx(created, rel=0.25)
     assert estimate("value", 60, 240) == estimate("value", 60, 60)
 
 
 @pytest.mark.heavy
-def test_layers_beside_each_other_are_those_one_after_the_other(
+def test_parallel_layers_are_those_one_after_the_other(
     make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two threads two layers are asked for together, and what was found is kept before the next are."""
+    """With two threads two layers are requested together, and their results are stored before the next requests."""
     context = make_context("llama", num_hidden_layers=3)
     chosen = recipe("headfold", **{"allocation.fit_steps": 20, "allocation.counts": "powers_of_two"})
-    increases_of, asked = PlanningContext.increases_of, list[tuple[set[int], int]]()
+    increases_of, requested = PlanningContext.increases_of, list[tuple[set[int], int]]()
 
     def seen(self: PlanningContext, recipe: Recipe, plans: Sequence[tuple[int, Any]], **more: Any) -> list[float]:
-        kept = sum(len(json.loads(file.read_text())) for file in Path(self.cache_dir or "").glob("curves-*.json"))
-        asked.append(({layer for layer, _ in plans}, kept))
+        stored = sum(len(json.loads(file.read_text())) for file in Path(self.cache_dir or "").glob("curves-*.json"))
+        requested.append(({layer for layer, _ in plans}, stored))
         return increases_of(self, recipe, plans, **more)
 
     monkeypatch.setattr(PlanningContext, "increases_of", seen)
-    threads, found = torch.get_num_threads(), {}
+    threads, result = torch.get_num_threads(), {}
     try:
         for at_once in (1, 2):
             torch.set_num_threads(at_once)
-            mine = replace(context, cache_dir=tmp_path / str(at_once), curves={})
-            make_plan(chosen, 0.5, mine, np.random.default_rng(0))
-            (found[at_once],) = mine.curves.values()
+            ours = replace(context, cache_dir=tmp_path / str(at_once), curves={})
+            make_plan(chosen, 0.5, ours, np.random.default_rng(0))
+            (result[at_once],) = ours.curves.values()
     finally:
         torch.set_num_threads(threads)
     # Two head counts, 1 and 2, of keys and of values: four points a layer.
-    assert asked == [({0}, 0), ({1}, 4), ({2}, 8), ({0, 1}, 0), ({2}, 8)]
-    assert found[1].keys() == found[2].keys()
-    for key, (increase, partition) in found[1].items():
-        assert found[2][key].partition == partition
-        assert found[2][key].increase == pytest.approx(increase, rel=1e-3, abs=1e-6)
+    assert requested == [({0}, 0), ({1}, 4), ({2}, 8), ({0, 1}, 0), ({2}, 8)]
+    assert result[1].keys() == result[2].keys()
+    for key, (increase, partition) in result[1].items():
+        assert result[2][key].partition == partition
+        assert result[2][key].increase == pytest.approx(increase, rel=1e-3, abs=1e-6)

@@ -47,7 +47,7 @@ def test_a_plan_meets_its_budget_or_is_refused_with_budgets_that_can_be_met(name
         plan = make_plan(chosen, ratio, context, np.random.default_rng(seed))
     except ValueError as error:
         for text in re.findall(r"the admissible ratios are ([^;]*)", str(error))[:1]:
-            for named in map(float, text.split(", ")):  # what is named can be asked for
+            for named in map(float, text.split(", ")):  # suggested values can be requested
                 if chosen.sharing == "none" and not (named == 1 and chosen.relaxation != "none"):
                     assert make_plan(chosen, named, context, np.random.default_rng(seed)).kv_heads
         nearest = NEAREST.search(str(error))

@@ -191,7 +191,7 @@ def test_a_gqa_checkpoint_keeps_its_shared_heads_together(make_context) -> None:
     assert planned("least_squares", 1.0, context).layers[0].key_map == (0, 0, 1, 1, 2, 2, 3, 3)
 
 
-def test_a_refusal_tells_what_the_checkpoint_has_and_the_nearest(make_context) -> None:
+def test_a_refusal_reports_what_the_checkpoint_has_and_the_nearest(make_context) -> None:
     context = make_context("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
     for ratio, nearest in ((0.375, "0.25 or 0.5"), (0.9, "0.75"), (0.1, "0.25")):
         with pytest.raises(ValueError, match=f"4 KV heads per layer for 8 query heads.*can meet is {nearest}$"):
@@ -277,7 +277,7 @@ def test_dha_with_equal_groups_is_refused(demo_context) -> None:
 @pytest.mark.parametrize("name", GROUPING.names())
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_every_grouping_makes_the_groups_asked_for(name: str, data: st.DataObject) -> None:
+def test_every_grouping_makes_the_requested_groups(name: str, data: st.DataObject) -> None:
     """A partition into so many groups, equal if the part says so, deterministic for a seed, for any head count."""
     part = GROUPING.get(name)
     heads = data.draw(st.integers(2, 40))

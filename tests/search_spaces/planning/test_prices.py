@@ -1,4 +1,4 @@
-"""Prices of groups that are kept beside the calibration: read back bit for bit, and worked out once."""
+"""Prices of groups that are stored with the calibration: read back bit for bit, and computed once."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def site_of(context: PlanningContext, layer: int = 0, side: str = "value") -> Si
 def test_the_next_plan_prices_nothing_and_is_the_same(changes: dict[str, Any], make_context, tmp_path: Path) -> None:
     context = make_context("llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
     alone = {ratio: plan_json(context, ratio, **changes) for ratio in (0.5, 0.25)}
-    kept = replace(context, cache_dir=tmp_path)
-    assert plan_json(kept, 0.5, **changes) == alone[0.5]
+    stored = replace(context, cache_dir=tmp_path)
+    assert plan_json(stored, 0.5, **changes) == alone[0.5]
     priced = contents(tmp_path)
-    assert plan_json(kept, 0.5, seed=1, **changes) == alone[0.5]
+    assert plan_json(stored, 0.5, seed=1, **changes) == alone[0.5]
     assert contents(tmp_path) == priced
-    assert plan_json(kept, 0.25, **changes) == alone[0.25]  # larger groups, of which none is known yet
+    assert plan_json(stored, 0.25, **changes) == alone[0.25]  # larger groups, of which none is known yet
     assert all(content != priced[name] for name, content in contents(tmp_path).items())
     for file in tmp_path.glob("prices-*.safetensors"):
         save_file({size: np.roll(prices, 1) for size, prices in load_file(file).items()}, file)
-    assert plan_json(kept, 0.25, **changes) != alone[0.25]  # it is these prices that are believed
+    assert plan_json(stored, 0.25, **changes) != alone[0.25]  # the stored prices are used
 
 
 def contents(folder: Path) -> dict[str, bytes]:

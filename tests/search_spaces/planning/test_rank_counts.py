@@ -21,7 +21,7 @@ from search_spaces.space.joint_space import JointSpace
 
 @pytest.fixture(scope="module")
 def geometry(demo_dir: Path) -> HeadGeometry:
-    """Of the demo checkpoint: 8 KV heads in each of 4 layers."""
+    """Counts of the demo checkpoint: 8 KV heads in each of 4 layers."""
     return geometry_of(AutoConfig.from_pretrained(demo_dir))
 
 
@@ -38,11 +38,11 @@ def test_worked_examples(geometry: HeadGeometry) -> None:
 def test_what_gpus_cannot_divide_is_refused_with_what_they_can(geometry: HeadGeometry) -> None:
     assert rank_refusal(recipe("gqa"), 0.5, geometry, 8) is None
     assert rank_refusal(recipe("headfold_layers"), 0.5, geometry, 2) is None
-    said = rank_refusal(recipe("gqa"), 0.4, geometry, 2) or ""
-    assert "3 KV heads cannot be divided among 2 GPUs" in said and "2 or 4 KV heads can" in said
+    message = rank_refusal(recipe("gqa"), 0.4, geometry, 2) or ""
+    assert "3 KV heads cannot be divided among 2 GPUs" in message and "2 or 4 KV heads can" in message
     every = recipe("headfold_layers", settings={"allocation.counts": "all"})
-    said = rank_refusal(every, 0.5, geometry, 4) or ""
-    assert "3, 5, 6, 7 KV heads" in said and "allocation.counts" in said
+    message = rank_refusal(every, 0.5, geometry, 4) or ""
+    assert "3, 5, 6, 7 KV heads" in message and "allocation.counts" in message
 
 
 def test_a_space_draws_only_what_the_gpus_can_divide(demo_dir: Path, geometry: HeadGeometry) -> None:

@@ -74,11 +74,11 @@ def test_calibration_fits_and_curves_are_in_its_scope(tiny_model: Any, monkeypat
     monkeypatch.setattr(loss_increases, "fit_module", note("curves", loss_increases.fit_module))
     model = tiny_model("llama", dtype=torch.bfloat16)
     tokens = torch.randint(0, 64, (6, 24), generator=torch.Generator().manual_seed(0))
-    known = PlanningContext(geometry_of(model.config), lift(model), calibrate(model, tokens), model, tokens)
+    calibrated = PlanningContext(geometry_of(model.config), lift(model), calibrate(model, tokens), model, tokens)
     chosen = recipe("headfold", **{"allocation.fit_steps": 2, "refinement.fit_steps": 2, "allocation.tokens": 48})
-    plan = make_plan(chosen, 0.5, known, np.random.default_rng(0))
-    made = convert_with(chosen, model, plan, known.calibration)
-    refine(chosen.refinement, model, made, tokens, chosen.knobs("refinement"))
+    plan = make_plan(chosen, 0.5, calibrated, np.random.default_rng(0))
+    converted = convert_with(chosen, model, plan, calibrated.calibration)
+    refine(chosen.refinement, model, converted, tokens, chosen.knobs("refinement"))
     assert seen == {"calibration": {"high"}, "fit": {"high"}, "curves": {"high"}}
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -120,15 +120,15 @@ def test_losses_after_a_conversion_are_the_same(demo_model: Any, demo_tokenizer:
     chosen = recipe("headfold_gqa", **{"refinement.fit_steps": 20})
 
     def converted() -> Any:
-        known = PlanningContext(geometry_of(model.config), lift(model), calibrate(model, tokens), model, tokens)
-        plan = make_plan(chosen, 0.5, known, np.random.default_rng(0))
-        made = convert_with(chosen, model, plan, known.calibration)
-        refine(chosen.refinement, model, made, tokens, chosen.knobs("refinement"))
-        return made
+        calibrated = PlanningContext(geometry_of(model.config), lift(model), calibrate(model, tokens), model, tokens)
+        plan = make_plan(chosen, 0.5, calibrated, np.random.default_rng(0))
+        created = convert_with(chosen, model, plan, calibrated.calibration)
+        refine(chosen.refinement, model, created, tokens, chosen.knobs("refinement"))
+        return created
 
     exact = evaluate(converted(), held_out).loss
     with Rounded() as mode:  # of this thread: the tests fit layers one after the other
-        made = converted()
+        created = converted()
     assert mode.count > 100
     added = exact - evaluate(model, held_out).loss
-    assert added > 0.02 and abs(evaluate(made, held_out).loss - exact) < 0.02 * added
+    assert added > 0.02 and abs(evaluate(created, held_out).loss - exact) < 0.02 * added

@@ -87,7 +87,7 @@ def test_what_cannot_be_combined() -> None:
 
 
 def test_recipes_of_width_one_have_the_digests_that_they_had() -> None:
-    """What earlier searches have recorded goes on."""
+    """Records of earlier searches are still valid."""
     assert RECIPES["headfold_gqa"].digest == "1f74fda50872b64e"
     assert "width" not in RECIPES["headfold_gqa"].to_dict()
     wide = RECIPES["headfold_wide"]

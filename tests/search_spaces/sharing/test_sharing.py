@@ -53,12 +53,12 @@ def slow_shares(heads: list[LayerHeads], count: int) -> list[HeadShare]:
             buffer.append(((later, i), best, score))
     buffer.sort(key=lambda entry: -entry[2])
     source = {later: earlier for later, earlier, _ in buffer[:count]}
-    found = []
+    result = []
     for later, earlier in source.items():
         while earlier in source:
             earlier = source[earlier]
-        found.append(HeadShare(*later, *earlier))
-    return sorted(found)
+        result.append(HeadShare(*later, *earlier))
+    return sorted(result)
 
 
 @settings(max_examples=25, deadline=None)
@@ -66,10 +66,12 @@ def slow_shares(heads: list[LayerHeads], count: int) -> list[HeadShare]:
 def test_as_the_slow_reference(num_layers: int, heads: int, seed: int, part: float) -> None:
     layers = random_layers(num_layers, heads, seed)
     alpha = Fraction(int(part * (num_layers - 1) * heads), num_layers * heads)
-    found = match_heads(layers, alpha)
-    assert list(found) == slow_shares(layers, int(alpha * num_layers * heads))
-    assert len(found) == alpha * num_layers * heads
-    assert all(isinstance(s, HeadShare) and s.source_layer < s.layer for s in found) and resolve_shares(found) == found
+    result = match_heads(layers, alpha)
+    assert list(result) == slow_shares(layers, int(alpha * num_layers * heads))
+    assert len(result) == alpha * num_layers * heads
+    assert (
+        all(isinstance(s, HeadShare) and s.source_layer < s.layer for s in result) and resolve_shares(result) == result
+    )
 
 
 def test_worked_example() -> None:
@@ -134,9 +136,9 @@ def test_mlp_blocks_match_by_their_input_side() -> None:
     mlps = [
         MlpWeights(tuple(torch.randn(2, 14, 6, generator=generator)), torch.randn(6, 14), (None,) * 3) for _ in range(2)
     ]
-    for mine, theirs in zip(mlps[1].inputs, mlps[0].inputs, strict=True):
-        mine[3:6] = theirs[6:9]
-        mine[12:] = theirs[12:]
+    for ours, theirs in zip(mlps[1].inputs, mlps[0].inputs, strict=True):
+        ours[3:6] = theirs[6:9]
+        ours[12:] = theirs[12:]
     assert match_blocks(mlps, 4, Fraction(1, 8)) == (HeadShare(1, 1, 0, 2),)
 
 
@@ -172,8 +174,8 @@ def test_every_part_gives_shares_that_a_plan_takes(name: str, tiny_model) -> Non
     mlps = [read_mlp(site) for site in mlp_sites(model)]
     part = SHARING.get(name)
     knobs = part.settings({"mlp": True} if part.knobs else {})
-    found = part(SharingProblem(random_layers(3, 4, 1), lambda: mlps), **knobs)
-    plan = replace(AttentionPlan.identity(3, 4, 8), **found)
+    result = part(SharingProblem(random_layers(3, 4, 1), lambda: mlps), **knobs)
+    plan = replace(AttentionPlan.identity(3, 4, 8), **result)
     assert AttentionPlan.from_json(plan.to_json()) == plan
     assert len(plan.shares) == len(plan.mlp_shares) == (0 if name == "none" else 3)  # 0.3 · 12 = 3.6
 
@@ -221,10 +223,10 @@ def test_shared_heads_are_not_grouped_as_well(other: dict[str, Any]) -> None:
 def test_the_joint_space_shares_at_full_cache_only(demo_context) -> None:
     choices = {"relaxation": ["none", "pull_together"], "grouping": ["neighbour", "exact"]}
     space = JointSpace([1.0, 0.25], demo_context.geometry, choices=choices)
-    found = [space.to_recipe(point) for point in points(space)]
-    assert {ratio for chosen, ratio in found if chosen.sharing != "none"} == {1.0}
-    assert {chosen.name for chosen, _ in found} >= {"directshare", "postshare", "least_squares"}
-    assert sum(chosen.sharing == "direct" for chosen, _ in found) == 1
+    result = [space.to_recipe(point) for point in points(space)]
+    assert {ratio for chosen, ratio in result if chosen.sharing != "none"} == {1.0}
+    assert {chosen.name for chosen, _ in result} >= {"directshare", "postshare", "least_squares"}
+    assert sum(chosen.sharing == "direct" for chosen, _ in result) == 1
     alphas = set()
     rng = np.random.default_rng(0)
     for _ in range(60):

@@ -18,8 +18,8 @@ from search_spaces.similarity.sharing import PairCosines, pair_cosines, sharing_
 
 def unit_vectors(context, layer: int, side: str, head: int) -> np.ndarray:
     """Vectors of one head, one token after another, each one unit long: [N, d] float64."""
-    found = activations(context.heads[layer], context.calibration.layers[layer], side, 10_000)[head]
-    return np.stack([v / np.linalg.norm(v) for v in found.double().numpy()])
+    result = activations(context.heads[layer], context.calibration.layers[layer], side, 10_000)[head]
+    return np.stack([v / np.linalg.norm(v) for v in result.double().numpy()])
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -48,21 +48,21 @@ def best_turned(a: np.ndarray, b: np.ndarray, layout: RotaryLayout) -> float:
 def test_both_cosines_agree_with_token_by_token(make_context, family: str, side: str) -> None:
     context = make_context(family)
     geometry = context.geometry
-    found = pair_cosines(context.heads[0], context.calibration.layers[0], geometry, side, tokens=10_000)
+    result = pair_cosines(context.heads[0], context.calibration.layers[0], geometry, side, tokens=10_000)
     layout = geometry.rotary if side == "key" else RotaryLayout.none(geometry.head_dim)
     for i, j in ((0, 1), (3, 1)):
         a, b = (unit_vectors(context, 0, side, h) for h in (i, j))
-        assert found.raw[i, j].item() == pytest.approx(cosine(a, b), abs=1e-5)
-        assert found.aligned[i, j].item() == pytest.approx(best_turned(a, b, layout), abs=1e-4)
+        assert result.raw[i, j].item() == pytest.approx(cosine(a, b), abs=1e-5)
+        assert result.aligned[i, j].item() == pytest.approx(best_turned(a, b, layout), abs=1e-4)
 
 
 def test_alignment_never_lowers_a_cosine_and_leaves_a_head_with_itself(demo_context) -> None:
     pairs = similarity_pairs(demo_context.heads, demo_context.calibration.layers, demo_context.geometry)
     assert len(pairs) == demo_context.geometry.num_layers
     for layer in pairs:
-        for found in layer.values():
-            assert (found.aligned >= found.raw - 1e-6).all()
-            torch.testing.assert_close(found.aligned.diagonal(), torch.ones(8, dtype=torch.float64), atol=1e-4, rtol=0)
+        for result in layer.values():
+            assert (result.aligned >= result.raw - 1e-6).all()
+            torch.testing.assert_close(result.aligned.diagonal(), torch.ones(8, dtype=torch.float64), atol=1e-4, rtol=0)
     values = pairs[0]["value"]
     assert values.aligned[0, 1] > values.raw[0, 1] + 0.1  # turning values freely brings unlike heads together
 
@@ -77,24 +77,24 @@ def made(*numbers: float) -> list[dict[str, PairCosines]]:
 def test_pairs_of_a_group_by_hand() -> None:
     first = LayerPlan.from_groups(((0, 1, 3), (2,)), ((0,), (1,), (2,), (3,)), 4)
     second = LayerPlan.from_groups(((0, 2), (1, 3)), ((0, 1), (2, 3)), 4)
-    found = sharing_similarity(made(0.0, 1.0), AttentionPlan((first, second), 8), (0, 1, 2, 3))
+    result = sharing_similarity(made(0.0, 1.0), AttentionPlan((first, second), 8), (0, 1, 2, 3))
     # Keys of layer 0: pairs 01, 03, 13 with 0.1, 0.3, 0.4; of layer 1: 02, 13 with 1.2, 1.4.
-    assert found["key"]["raw"] == pytest.approx([0.8 / 3, 1.3])
-    assert found["key"]["aligned"] == pytest.approx([0.8 / 3 + 0.5, 1.8])
-    assert found["key"]["pairs"] == [3, 2]
-    assert found["means"]["key_raw"] == pytest.approx((0.8 + 2.6) / 5)
+    assert result["key"]["raw"] == pytest.approx([0.8 / 3, 1.3])
+    assert result["key"]["aligned"] == pytest.approx([0.8 / 3 + 0.5, 1.8])
+    assert result["key"]["pairs"] == [3, 2]
+    assert result["means"]["key_raw"] == pytest.approx((0.8 + 2.6) / 5)
     # No value heads share in layer 0.
-    assert found["value"]["raw"] == [None, pytest.approx((1.1 + 1.5) / 2)]
-    assert found["means"]["value_aligned"] == pytest.approx(1.8)
-    assert json.loads(json.dumps(found)) == found
+    assert result["value"]["raw"] == [None, pytest.approx((1.1 + 1.5) / 2)]
+    assert result["means"]["value_aligned"] == pytest.approx(1.8)
+    assert json.loads(json.dumps(result)) == result
 
 
 def test_heads_that_are_stored_once_already_are_no_pair() -> None:
     whole = LayerPlan.from_groups(((0, 1, 2, 3),), ((0, 1), (2, 3)), 4)
-    found = sharing_similarity(made(0.0), AttentionPlan((whole,), 8), (0, 0, 1, 1))
-    assert found["key"] == {"raw": [pytest.approx(0.2)], "aligned": [pytest.approx(0.7)], "pairs": [1]}
-    assert found["value"] == {"raw": [None], "aligned": [None], "pairs": [0]}
-    assert set(found["means"]) == {"key_raw", "key_aligned"}
+    result = sharing_similarity(made(0.0), AttentionPlan((whole,), 8), (0, 0, 1, 1))
+    assert result["key"] == {"raw": [pytest.approx(0.2)], "aligned": [pytest.approx(0.7)], "pairs": [1]}
+    assert result["value"] == {"raw": [None], "aligned": [None], "pairs": [0]}
+    assert set(result["means"]) == {"key_raw", "key_aligned"}
 
 
 def test_without_sampled_inputs_it_refuses(demo_context) -> None:

@@ -19,9 +19,9 @@ def test_eq_1_by_hand() -> None:
     b = torch.tensor([[1.0, 1.0], [-5.0, 0.0]])
     s = math.cos(math.pi / 4)
     # a -> b: s + s; b -> a: s + 0.
-    found = activation_similarity(torch.stack([a, b]))
-    assert found[0, 1] == found[1, 0]
-    assert found[0, 1].item() == pytest.approx(0.5 * (2 * s + s + 0.0))
+    result = activation_similarity(torch.stack([a, b]))
+    assert result[0, 1] == result[1, 0]
+    assert result[0, 1].item() == pytest.approx(0.5 * (2 * s + s + 0.0))
 
 
 def test_eq_1_of_a_head_with_itself_is_the_number_of_tokens() -> None:

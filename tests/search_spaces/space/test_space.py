@@ -34,7 +34,7 @@ def space(geometry) -> JointSpace:
 
 @pytest.fixture(scope="module")
 def at_half(geometry) -> JointSpace:
-    """One budget: what else can be decided is the same at each."""
+    """One budget: the other decisions are the same at each."""
     return JointSpace([0.5], geometry)
 
 
@@ -57,7 +57,7 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
         check_budget(chosen, ratio, geometry)
         for name in (*AXES, "together", "width"):
             seen.setdefault(name, set()).add(getattr(chosen, name))
-    # Every part can come up, but for those that fit no budget here and those that must be asked for.
+    # Every part can come up, but for those that fit no budget here and those that must be requested.
     for name, plain in NOT_UNASKED.items():
         assert seen.pop(name) == {plain}
     assert seen.pop("together") == {False, True}
@@ -65,7 +65,7 @@ def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
         assert set(AXES[name].names()) - {"single", "direct", "post", "fusion_loss", "brute_force"} <= seen[name], name
 
 
-def test_refinement_is_searched_when_asked_for(geometry) -> None:
+def test_refinement_is_searched_when_requested(geometry) -> None:
     space = JointSpace([0.5], geometry, choices={"refinement": ["none", "heal"], "grouping": ["neighbour"]})
     drawn = [space.to_recipe(point)[0] for point in points(space)]
     assert {chosen.refinement for chosen in drawn} == {"none", "heal"}
@@ -75,17 +75,17 @@ def test_refinement_is_searched_when_asked_for(geometry) -> None:
 
 
 def test_grid_covers_the_valid_combinations_once(grid) -> None:
-    found = grid
-    keys = {(chosen.digest, ratio) for chosen, ratio in found}
-    assert len(keys) == len(found)
+    result = grid
+    keys = {(chosen.digest, ratio) for chosen, ratio in result}
+    assert len(keys) == len(result)
     # By brute force over alignment and fusion for one grouping: all pairs but an alignment + least squares.
-    pairs = {(r.alignment, r.fusion) for r, _ in found if r.grouping == "neighbour"}
+    pairs = {(r.alignment, r.fusion) for r, _ in result if r.grouping == "neighbour"}
     assert pairs == {(a, f) for a in AXES["alignment"].names() for f in AXES["fusion"].names()} - {
         (a, "least_squares") for a in AXES["alignment"].names() if a != "none"
     }
-    assert {r.objective for r, _ in found if r.grouping == "exact"} == {"pairs", "least_squares"}
-    assert {r.objective for r, _ in found if r.grouping == "neighbour"} == {None}
-    assert all((r.similarity is None) == ("similarity" not in r.needs) for r, _ in found)
+    assert {r.objective for r, _ in result if r.grouping == "exact"} == {"pairs", "least_squares"}
+    assert {r.objective for r, _ in result if r.grouping == "neighbour"} == {None}
+    assert all((r.similarity is None) == ("similarity" not in r.needs) for r, _ in result)
 
 
 def test_named_recipes_are_points_of_the_space(grid) -> None:
@@ -155,9 +155,9 @@ def test_budgets_that_only_some_groupings_meet(geometry) -> None:
     choices = {"allocation": ["uniform"], "fusion": ["mean"], "alignment": ["none"], "similarity": ["cka"]}
     geometry = replace(geometry, pads_queries=False)  # a family whose groups are of one size
     space = JointSpace([0.5, 0.375], geometry, choices=choices)
-    found = {(ratio, chosen.grouping) for chosen, ratio in map(space.to_recipe, points(space))}
-    assert (0.375, "walk_asymmetric") in found and (0.5, "neighbour") in found
-    assert (0.375, "walk_symmetric") not in found
+    result = {(ratio, chosen.grouping) for chosen, ratio in map(space.to_recipe, points(space))}
+    assert (0.375, "walk_asymmetric") in result and (0.5, "neighbour") in result
+    assert (0.375, "walk_symmetric") not in result
 
 
 def test_a_ratio_that_nothing_meets_exactly_is_a_ceiling(geometry) -> None:
@@ -168,8 +168,8 @@ def test_a_ratio_that_nothing_meets_exactly_is_a_ceiling(geometry) -> None:
         "grouping": ["neighbour"],
     }
     space = JointSpace([0.5, 0.3], geometry, choices=choices)
-    found = {(ratio, chosen.allocation) for chosen, ratio in map(space.to_recipe, points(space))}
-    assert found == {(0.5, "uniform"), (0.3, "uniform"), (0.3, "single")}  # a half is met: one head is no half
+    result = {(ratio, chosen.allocation) for chosen, ratio in map(space.to_recipe, points(space))}
+    assert result == {(0.5, "uniform"), (0.3, "uniform"), (0.3, "single")}  # a half is met: one head is no half
     with pytest.raises(ValueError, match="nothing can be proposed"):
         JointSpace([0.3], geometry, choices=choices, strict=True)
 

@@ -1,4 +1,4 @@
-"""A job whose number of workers changes, on a cluster of its own on this machine: one node, then two, then one again.
+"""A job whose number of workers changes, on a separate cluster on this machine: one node, then two, then one again.
 
 The GPUs are numbers that Ray counts; the workers compute on the CPU. `python elastic_cluster.py JOB.json` prints how
 many workers there were, in that order, and the last report, as one JSON object.
@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from local_cluster import local_cluster
-from ray._private.state import actors  # Ray's public list asks the dashboard
+from ray._private.state import actors  # Ray's public list requires the dashboard
 
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.train_job import TrainJob
@@ -71,7 +71,7 @@ def told(cluster: Any, job: TrainJob) -> dict[str, Any]:
 
 if __name__ == "__main__":
     given = TrainJob.from_json(Path(sys.argv[1]).read_text())
-    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # paths of sockets are limited
         head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": short}
         one: Any = local_cluster(head)
         try:

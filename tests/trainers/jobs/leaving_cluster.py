@@ -1,7 +1,7 @@
-"""A training on a cluster of its own on this machine, whose node gets a cloud's notice and then goes.
+"""A training on a separate cluster on this machine, whose node gets a cloud's notice and then ends.
 
-`python leaving_cluster.py JOB.json CLOUD` prints what happened as one JSON object. The metadata server is one on this
-machine, which only the node that leaves is told of.
+`python leaving_cluster.py JOB.json CLOUD` prints the events as one JSON object. The metadata server is one on this
+machine, which only the leaving node knows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from local_cluster import local_cluster
 from metadata_server import MetadataServer
-from ray._private.state import actors  # Ray's public list asks the dashboard
+from ray._private.state import actors  # Ray's public list requires the dashboard
 
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.train_job import TrainJob
@@ -30,11 +30,11 @@ SECONDS = 15
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 200) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(what)
         time.sleep(0.1)
-    return found
+    return result
 
 
 def worker_node() -> str | None:
@@ -78,7 +78,7 @@ def happened(cluster: Any, job: TrainJob, server: MetadataServer) -> dict[str, A
 if __name__ == "__main__":
     given = TrainJob.from_json(Path(sys.argv[1]).read_text())
     metadata = MetadataServer(sys.argv[2])
-    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="hf-ray-", dir="/tmp") as short:  # paths of sockets are limited
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": short}
         one: Any = local_cluster(head)
         try:

@@ -1,4 +1,4 @@
-"""The weights of the best measured step are kept, by a training that makes the model worse, and through kills."""
+"""The weights of the best measured step are stored, by a training that makes the model worse, and after kills."""
 
 from __future__ import annotations
 

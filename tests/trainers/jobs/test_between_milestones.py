@@ -1,4 +1,4 @@
-"""Between two milestones: checkpoints by steps and by the clock, from which a killed job goes on, and the curve."""
+"""Between two milestones: checkpoints by steps and by the clock, from which a killed job resumes, and the curve."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps_kept(job: TrainJob) -> list[int]:
 
 
 def killed_before_step(job: TrainJob, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Carry out the job until it asks for the data of `step`."""
+    """Run the job until it requests the data of `step`."""
     calls, real = [0], BatchStream.next
 
     def next_or_die(stream: BatchStream) -> torch.Tensor:
@@ -64,7 +64,7 @@ def killed_before_step(job: TrainJob, step: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("step", range(1, 9))
-def test_killed_at_any_step_it_loses_as_many_as_lie_between_two_checkpoints_at_most(
+def test_killed_at_any_step_it_loses_the_steps_between_two_checkpoints_at_most(
     make: Callable[..., TrainJob], whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     job = make(f"killed-{step}", checkpoint_steps=2)
@@ -74,10 +74,10 @@ def test_killed_at_any_step_it_loses_as_many_as_lie_between_two_checkpoints_at_m
     assert {name: metrics[name] for name in SAME} == {name: whole[name] for name in SAME}
 
 
-def test_a_job_from_before_goes_on_with_its_weight_decay(
+def test_a_job_from_before_resumes_with_its_weight_decay(
     make: Callable[..., TrainJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was begun when weight decay was on all parameters ends with the weights that it would have had."""
+    """A job that was started when weight decay was on all parameters ends with the weights of that version."""
     with monkeypatch.context() as patch:
         patch.setattr("trainers.jobs.run._decays_everything", lambda *_: True)
         expected = run_job(make("former"), Alone())["metrics"]
@@ -100,7 +100,7 @@ def test_by_the_clock(make: Callable[..., TrainJob], whole: dict[str, Any]) -> N
 
 
 def test_that_of_the_last_measurement_stays(make: Callable[..., TrainJob], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its report names it, and a promotion goes on from it."""
+    """Its report names it, and a promotion resumes from it."""
     job = make("named", checkpoint_steps=1)
     killed_before_step(job, 7, monkeypatch)
     assert steps_kept(job) == [3, 6]

@@ -1,4 +1,4 @@
-"""A job in this process, without Ray: damage to checkpoints, too little memory, and nothing that stays behind.
+"""A job in this process, without Ray: damage to checkpoints, too little memory, and no leftovers.
 
 Out of memory is an injected torch.OutOfMemoryError: there is no GPU here to fill.
 """
@@ -75,12 +75,12 @@ def whole(job: TrainJob) -> dict[str, Any]:
 
 @pytest.fixture
 def other(job: TrainJob, request: pytest.FixtureRequest) -> TrainJob:
-    """The same job under a name of its own."""
+    """The same job under another name."""
     name = request.node.name.replace("[", "-").rstrip("]")
     return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"))
 
 
-def test_a_stopped_job_goes_on_and_repeats_its_reports(other: TrainJob, whole: dict[str, Any]) -> None:
+def test_a_stopped_job_resumes_and_repeats_its_reports(other: TrainJob, whole: dict[str, Any]) -> None:
     first, second = Alone(until=2), Alone()
     assert run_job(other, first) == {"stopped": 4}
     assert not Path(other.out_dir).exists()
@@ -91,7 +91,7 @@ def test_a_stopped_job_goes_on_and_repeats_its_reports(other: TrainJob, whole: d
     assert {name: ended["metrics"][name] for name in SAME} == {name: whole[name] for name in SAME}
 
 
-def test_an_ended_job_is_told_and_not_done_again(
+def test_an_ended_job_is_reported_and_not_done_again(
     job: TrainJob, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "load", None)
@@ -127,9 +127,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     ended = run_job(other, again)["metrics"]
     assert {name: ended[name] for name in SAME} == {name: whole[name] for name in SAME}
     assert again.steps == [2, 4, 6]
-    told = ended["notes"][0]
-    assert told.startswith("checkpoint of step 4 passed over: ")
-    assert ("cannot be read" if damage == "missing" else "is not what was written") in told
+    report = ended["notes"][0]
+    assert report.startswith("checkpoint of step 4 passed over: ")
+    assert ("cannot be read" if damage == "missing" else "is not what was written") in report
     assert len(ended["notes"]) == (2 if damage == "all" else 1)
 
 
@@ -146,8 +146,8 @@ def test_a_killed_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     store.save(1, write("one"), {"step": 1})
     with pytest.raises(KeyboardInterrupt):
         store.save(2, killed, {"step": 2})
-    kept, reports, damage = store.newest_whole()
-    assert kept is not None and (kept.step, [r["step"] for r in reports], damage) == (1, [1], [])
+    checkpoints, reports, damage = store.newest_whole()
+    assert checkpoints is not None and (checkpoints.step, [r["step"] for r in reports], damage) == (1, [1], [])
     for step in (2, 3, 4):
         store.save(step, write(f"{step}"), {"step": step})
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
@@ -176,7 +176,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield limit
 
 
-def test_out_of_memory_goes_on_with_half_the_micro_batch(
+def test_out_of_memory_continues_with_half_the_micro_batch(
     other: TrainJob, whole: dict[str, Any], small_memory: list[int]
 ) -> None:
     link = Alone()
@@ -204,7 +204,7 @@ def test_out_of_memory_twice_ends_the_job(other: TrainJob, small_memory: list[in
 
 
 def test_a_relaxation_that_runs_out_of_memory(other: TrainJob, small_memory: list[int]) -> None:
-    """It goes on from its own checkpoints, with settings of its own too."""
+    """It resumes from its own checkpoints, also with other settings."""
     halved = AttentionPlan((LayerPlan((0, 1, 0, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
     spec = RelaxationSpec("lagrangian", (halved.to_json(),), 4, settings=TrainSettings(), save_every=1)
     relaxed = replace(other, model_dir=str(other.teacher_dir), relaxation=spec)
@@ -215,7 +215,7 @@ def test_a_relaxation_that_runs_out_of_memory(other: TrainJob, small_memory: lis
 
 
 def test_a_relaxation_without_recovery(other: TrainJob, tmp_path: Path) -> None:
-    """Pull, then share: measured once, at step 0 behind the pull, with the weights that the pull has left."""
+    """Pull, then share: measured once, at step 0 after the pull, with the weights that the pull has left."""
     plan = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 0, 0, 2),))
     spec = RelaxationSpec("pull_together", (plan.to_json(),), 4, {"rate": 0.5})
     pulled = replace(other, model_dir=str(other.teacher_dir), relaxation=spec, milestones=(0,))
@@ -233,8 +233,8 @@ def test_a_relaxation_without_recovery(other: TrainJob, tmp_path: Path) -> None:
 
 def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     def rows(**settings: Any) -> int | None:
-        found = lowered(TrainSettings(**settings))
-        return None if found is None else found.micro_batch_size
+        result = lowered(TrainSettings(**settings))
+        return None if result is None else result.micro_batch_size
 
     assert (rows(batch_size=8), rows(batch_size=8, micro_batch_size=4), rows(batch_size=8, micro_batch_size=1)) == (
         4,
@@ -254,7 +254,7 @@ def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     assert as_it_fits(single) == (single, [])  # the note is of other settings
 
 
-def test_divergence_tells_step_and_loss(other: TrainJob) -> None:
+def test_divergence_reports_step_and_loss(other: TrainJob) -> None:
     broken = checkpoint.load(other.model_dir)
     with torch.no_grad():
         broken.get_output_embeddings().weight[5] = torch.inf
@@ -268,7 +268,7 @@ def test_divergence_tells_step_and_loss(other: TrainJob) -> None:
 
 
 def held() -> dict[str, int]:
-    """What a process may collect: live tensors and their bytes, open files, threads, resident memory."""
+    """Resources that a process may leak: live tensors and their bytes, open files, threads, resident memory."""
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
     pages = int(Path("/proc/self/statm").read_text().split()[1])

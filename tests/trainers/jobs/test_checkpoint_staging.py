@@ -1,6 +1,6 @@
 """Training checkpoints in a folder that is another disk than the node's own: staged there, and copied meanwhile.
 
-That the two lie on different disks is injected: a test has one temporary folder.
+Two different disks are injected: a test has one temporary folder.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Files reach the folder only once it is set."""
     gate, real = threading.Event(), checkpoints.copy_folder
 
-    def copy(*given: Any) -> None:
+    def copy(*arguments: Any) -> None:
         assert gate.wait(60)
-        real(*given)
+        real(*arguments)
 
     monkeypatch.setattr(checkpoints, "copy_folder", copy)
     yield gate
     gate.set()
 
 
-def test_training_goes_on_while_a_checkpoint_is_copied_to_its_folder(
+def test_training_continues_while_a_checkpoint_is_copied_to_its_folder(
     store: CheckpointStore, gate: threading.Event, scratch: Path
 ) -> None:
     store.save(1, writing("one"))  # returns at once
@@ -93,7 +93,7 @@ def test_a_kill_leaves_the_checkpoint_before(
         elif moment == "renamed":
             patch.setattr(CheckpointStore, "_write", killed)
         else:
-            patch.setattr(CheckpointStore, "_write", lambda *given: (write(*given), killed()))
+            patch.setattr(CheckpointStore, "_write", lambda *arguments: (write(*arguments), killed()))
         store.save(3, writing("3"), {"step": 3})
     again = CheckpointStore(str(tmp_path / "work"), "run")
     newest, reports, damage = again.newest_whole()
@@ -137,7 +137,7 @@ def test_a_node_without_room_writes_to_the_folder_at_once(
 
 
 def both(rank: int, place: str) -> Any:
-    """What each of two workers on nodes of their own writes, and finds."""
+    """The files that each of two workers on separate nodes writes and finds."""
     checkpoints.tempfile.gettempdir = lambda: f"{place}/scratch-{rank}"
     checkpoints._on_different_disks = lambda *_: True
     Path(f"{place}/scratch-{rank}").mkdir(parents=True)
@@ -150,9 +150,9 @@ def both(rank: int, place: str) -> Any:
     store.save(2, write, {"step": 2} if rank == 0 else {})
     saved, reports, damage = CheckpointStore(f"{place}/work", "run", rank, 2).newest_whole()
     assert saved is not None
-    found = {p.name: p.read_text() for p in store.folder(saved).iterdir()}
-    left = sorted(p.name for p in Path(place).rglob(".*"))
-    return saved.step, sorted(saved.digests), found, [r["step"] for r in reports], damage, left
+    result = {p.name: p.read_text() for p in store.folder(saved).iterdir()}
+    remaining = sorted(p.name for p in Path(place).rglob(".*"))
+    return saved.step, sorted(saved.digests), result, [r["step"] for r in reports], damage, remaining
 
 
 def test_two_workers_copy_their_own_files(on_both: Any, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class Clock:
 
 
 class Looked(Alone):
-    """A link that counts how often it is asked, and leaves once `gone` is set."""
+    """A link that counts its calls, and leaves once `gone` is set."""
 
     looks = 0
     gone = False
@@ -37,10 +37,10 @@ class Looked(Alone):
 
 
 @pytest.mark.parametrize(("a_step", "looks"), [(0.01, (9, 13)), (0.5, (9, 12)), (3.0, (4, 4))])
-def test_short_steps_are_not_held_up_by_looking(
+def test_short_steps_are_not_delayed_by_looking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_step: float, looks: tuple[int, int]
 ) -> None:
-    """About once a second, or after each step that takes longer; over ten seconds."""
+    """About once per second, or after each step that takes longer; over ten seconds."""
     clock, link = Clock(monkeypatch), Looked()
     timer = CheckpointTimer(CheckpointStore(str(tmp_path), "run"), link, 30, CPU)
     while clock.now < 1010:

@@ -59,19 +59,19 @@ class Link:
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
-    made = Link(monkeypatch)
-    yield made
-    made.open.set()
+    created = Link(monkeypatch)
+    yield created
+    created.open.set()
 
 
-def until(said: Callable[[], bool]) -> None:
+def until(message: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not said():
+    while not message():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_training_goes_on_while_a_checkpoint_is_on_its_way(store: CheckpointStore, link: Link, scratch: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_being_sent(store: CheckpointStore, link: Link, scratch: Path) -> None:
     store.save(1, writing("one"))  # returns at once
     store.advance()
     assert steps(store) == []
@@ -114,7 +114,7 @@ def test_a_report_waits_for_the_checkpoint_that_it_names(store: CheckpointStore,
     assert is_saved(path, address) and not is_saved(path.replace("03", "04"), address) and not is_saved(path, None)
 
 
-def test_what_does_not_come_is_told_and_leaves_those_before(
+def test_what_does_not_come_is_reported_and_leaves_those_before(
     store: CheckpointStore, link: Link, caplog: pytest.LogCaptureFixture
 ) -> None:
     link.open.set()
@@ -162,9 +162,9 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_is_whole(
         elif moment == "sent":
             patch.setattr(CheckpointStore, "_write", killed)
         elif moment == "in the index":
-            patch.setattr(CheckpointStore, "_write", lambda *given: (write(*given), killed()))
+            patch.setattr(CheckpointStore, "_write", lambda *arguments: (write(*arguments), killed()))
         else:
-            patch.setattr(CheckpointStore, "_remove_all_but", lambda *given: (remove(*given), killed()))
+            patch.setattr(CheckpointStore, "_remove_all_but", lambda *arguments: (remove(*arguments), killed()))
         store.save(3, writing("3"), {"step": 3})
     again = CheckpointStore(str(tmp_path / "work"), "run", address=f"file://{tmp_path}/bucket/train")
     newest, reports, damage = again.newest_whole()
@@ -188,7 +188,7 @@ def test_an_address_that_is_away_is_no_damage(store: CheckpointStore, monkeypatc
 
 
 def both(rank: int, place: str) -> Any:
-    """What each of two workers writes, and finds on its node."""
+    """The files that each of two workers writes, and finds on its node."""
     checkpoints.tempfile.gettempdir = lambda: f"{place}/scratch"
 
     def write(folder: Path) -> None:
@@ -202,12 +202,12 @@ def both(rank: int, place: str) -> Any:
     first.settle()
     first.save(2, write, {"step": 2} if rank == 0 else {})
     again = store()
-    kept, reports, damage = again.newest_whole()
-    assert kept is not None
-    found = {p.name: p.read_text() for p in again.folder(kept).iterdir()}
+    stored, reports, damage = again.newest_whole()
+    assert stored is not None
+    result = {p.name: p.read_text() for p in again.folder(stored).iterdir()}
     again.release()
-    left = list(Path(f"{place}/scratch").rglob("part-*"))
-    return kept.step, sorted(kept.digests), found, [r["step"] for r in reports], damage, left
+    remaining = list(Path(f"{place}/scratch").rglob("part-*"))
+    return stored.step, sorted(stored.digests), result, [r["step"] for r in reports], damage, remaining
 
 
 def test_two_workers_send_their_own_files_and_fetch_all_together(on_both: Any, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def whole(job: TrainJob) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_job_goes_on_from_what_lies_at_the_address(
+def test_a_job_resumes_from_the_files_at_the_address(
     job: TrainJob, whole: dict[str, Any], bucket: Path, scratch: Path, tmp_path: Path, damaged: bool
 ) -> None:
     there = replace(

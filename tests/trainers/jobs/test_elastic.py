@@ -1,4 +1,4 @@
-"""A job that goes on with the workers that there are, on a real Ray whose nodes come and go (`elastic_cluster.py`)."""
+"""A job that continues with the available workers, on a real Ray whose nodes come and go (`elastic_cluster.py`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 2500
 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
-def test_a_training_goes_on_with_the_workers_that_there_are(tiny_job: Any, tmp_path: Path) -> None:
+def test_a_training_continues_with_the_available_workers(tiny_job: Any, tmp_path: Path) -> None:
     sequences = torch.randint(0, 64, (60, 16), generator=torch.Generator().manual_seed(0))
     settings: Any = {"num_workers": [1, 2], "micro_batch_size": 1, "zero_stage": 2, "learning_rate": 1e-4}
     settings = TrainSettings(**settings, gpus_per_worker=1, cpus_per_worker=0.4, device="cpu")
@@ -40,9 +40,9 @@ def test_a_training_goes_on_with_the_workers_that_there_are(tiny_job: Any, tmp_p
     }
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(SCRIPT), str(tmp_path / "job.json")]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=850)
-    assert told.returncode == 0, told.stderr[-4000:]
-    happened = last_json(told.stdout)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=850)
+    assert process.returncode == 0, process.stderr[-4000:]
+    happened = last_json(process.stdout)
     assert [workers for workers, _ in happened["seen"]] == [1, 2, 1]
     assert happened["report"]["step"] == STEPS
     alone = replace(job.on(1), run_name="alone", out_dir=str(tmp_path / "alone" / "out"), checkpoint_minutes=None)

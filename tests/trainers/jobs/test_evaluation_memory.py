@@ -1,4 +1,4 @@
-"""A training whose evaluation runs out of memory goes on as one whose step does: with half the micro-batch.
+"""A training whose evaluation runs out of memory continues as one whose step does: with half the micro-batch.
 
 Out of memory is an injected torch.OutOfMemoryError: there is no GPU here to fill.
 """

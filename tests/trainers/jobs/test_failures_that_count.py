@@ -20,7 +20,7 @@ PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 
 
 def ends_in(folder: Path, note: Path, ways: list[str]) -> Callable[[dict[str, Any]], Any]:
-    """What a worker does in place of a job: at its nth start it ends in the nth way."""
+    """Replaces a job: at its nth start the worker ends in the nth way."""
 
     def work(config: dict[str, Any]) -> Any:
         start = len(list(folder.glob("start-*")))

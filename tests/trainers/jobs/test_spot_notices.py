@@ -25,22 +25,22 @@ SECONDS = {"EC2": 120, "GCE": 30, "Azure": 30}
 
 @pytest.fixture(params=SECONDS)
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
-    made = MetadataServer(request.param)
-    for name, value in made.environment.items():
+    created = MetadataServer(request.param)
+    for name, value in created.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(spot_notices, "POLL_SECONDS", 0.05)
-    yield made
-    made.close()
+    yield created
+    created.close()
 
 
 def test_a_cloud_s_notice_is_seen_with_the_time_that_is_left(server: MetadataServer) -> None:
-    found: Queue[Notice] = Queue()
-    watch = NoticeWatch(found.put)
+    result: Queue[Notice] = Queue()
+    watch = NoticeWatch(result.put)
     with pytest.raises(Empty):
-        found.get(timeout=0.5)
+        result.get(timeout=0.5)
     assert not watch.seen.is_set() and server.requests
     server.announce(SECONDS[server.cloud])
-    notice = found.get(timeout=30)
+    notice = result.get(timeout=30)
     assert watch.seen.is_set()
     assert notice.source.startswith(server.cloud)
     assert SECONDS[server.cloud] - 5 < notice.seconds <= SECONDS[server.cloud]
@@ -56,7 +56,7 @@ def test_only_its_own_cloud_answers(server: MetadataServer) -> None:
 
 
 def test_a_metadata_server_of_another_cloud_at_the_common_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three have 169.254.169.254: what one cloud is asked, another answers with an error."""
+    """All three have 169.254.169.254: a request for one cloud is answered by another with an error."""
     for cloud in SECONDS:
         server = MetadataServer(cloud)
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{server.host}")
@@ -74,37 +74,37 @@ def test_a_metadata_server_of_another_cloud_at_the_common_address(monkeypatch: p
 
 
 def test_outside_of_a_cloud_nothing_is_watched_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def nobody() -> Any:
-        asked.append(1)
+        requested.append(1)
         raise OSError("connection refused")
 
     monkeypatch.setattr(spot_notices, "CLOUDS", {"none": nobody})
     monkeypatch.setattr(spot_notices, "POLL_SECONDS", 0.0)
     watch = NoticeWatch(lambda _: None)
     watch.thread.join(10)
-    assert not watch.thread.is_alive() and len(asked) == 3
+    assert not watch.thread.is_alive() and len(requested) == 3
 
 
 @pytest.mark.parametrize(("drained", "trains", "seconds"), [(True, False, 0), (True, True, 1), (False, True, 0)])
 def test_the_hook_of_a_container_waits_only_while_something_trains(
     monkeypatch: pytest.MonkeyPatch, drained: bool, trains: bool, seconds: float
 ) -> None:
-    said: list[Notice] = []
-    monkeypatch.setattr(spot_notices, "drain_node", lambda notice: (said.append(notice), drained)[1])
+    output: list[Notice] = []
+    monkeypatch.setattr(spot_notices, "drain_node", lambda notice: (output.append(notice), drained)[1])
     monkeypatch.setattr(spot_notices, "_trains_here", lambda: trains)
     monkeypatch.setattr(sys, "argv", ["spot_notices", "--seconds", "1"])
     started = time.monotonic()
     assert spot_notices.leave_container() == (0 if drained else 1)
     assert seconds <= time.monotonic() - started < seconds + 10
-    assert [notice.seconds for notice in said] == [1.0]
+    assert [notice.seconds for notice in output] == [1.0]
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cloud", ["EC2", "GCE"])
-def test_a_training_saves_a_checkpoint_before_its_node_goes_and_goes_on_elsewhere(
+def test_a_training_saves_a_checkpoint_before_its_node_goes_and_resumes_elsewhere(
     tiny_job: Any, tmp_path: Path, cloud: str
 ) -> None:
     import torch

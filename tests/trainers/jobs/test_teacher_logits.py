@@ -1,4 +1,4 @@
-"""A teacher's predictions that are kept on disk, against the teacher itself."""
+"""A teacher's predictions that are stored on disk, against the teacher itself."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_the_divergence_is_that_of_all_logits_where_all_are_kept_and_a_lower_bou
     every = stored_kl(student, packed(teacher, VOCABULARY))
     assert every.item() == pytest.approx(whole.item(), rel=1e-6)
     assert torch.allclose(torch.autograd.grad(every, student)[0], gradient, atol=1e-7)
-    found = [stored_kl(student, packed(teacher, k)).item() for k in (1, 4, 16, 32, 60)]
-    assert found == sorted(found) and found[0] > 0 and found[-1] <= whole.item() + 1e-6
-    assert found[-1] == pytest.approx(whole.item(), rel=1e-2)
+    result = [stored_kl(student, packed(teacher, k)).item() for k in (1, 4, 16, 32, 60)]
+    assert result == sorted(result) and result[0] > 0 and result[-1] <= whole.item() + 1e-6
+    assert result[-1] == pytest.approx(whole.item(), rel=1e-2)
     assert stored_kl(teacher, packed(teacher, 4)).item() == pytest.approx(0, abs=1e-6)
 
 
@@ -68,17 +68,17 @@ def test_a_training_has_the_same_losses_from_disk_and_no_teacher(
 ) -> None:
     live = run_job(make("live"), Alone())["metrics"]
     monkeypatch.setattr(teacher_logits, "_SHARD_BYTES", 15 * 64 * 8 * 7)  # seven sequences
-    kept = run_job(make("kept", teacher_logits="cached"), Alone())["metrics"]
-    assert kept["train_loss"] == pytest.approx(live["train_loss"], abs=1e-5)
-    assert kept["loss"] == pytest.approx(live["loss"], abs=1e-4)
-    assert kept["kl"] is None and live["kl"] > 0
+    stored = run_job(make("kept", teacher_logits="cached"), Alone())["metrics"]
+    assert stored["train_loss"] == pytest.approx(live["train_loss"], abs=1e-5)
+    assert stored["loss"] == pytest.approx(live["loss"], abs=1e-4)
+    assert stored["kl"] is None and live["kl"] > 0
     (folder,) = Path(make("kept").train_file).parent.glob("train-teacher-*")
     assert len(list(folder.glob("*.safetensors"))) == 8
-    assert json.loads((folder / "index.json").read_text())["digest"] == kept["teacher_logits_digest"]
+    assert json.loads((folder / "index.json").read_text())["digest"] == stored["teacher_logits_digest"]
     with monkeypatch.context() as patch:
         patch.setattr(teacher_logits, "teacher_of", None)  # a call would fail
         again = run_job(make("again", teacher_logits="cached"), Alone())["metrics"]
-    assert again["weights_digest"] == kept["weights_digest"]
+    assert again["weights_digest"] == stored["weights_digest"]
     fewer = run_job(make("fewer", teacher_logits="cached", teacher_logits_k=8), Alone())["metrics"]
     assert 0 < live["train_loss"] - fewer["train_loss"] < 0.2, "a lower bound of the divergence"
 

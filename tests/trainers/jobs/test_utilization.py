@@ -1,4 +1,4 @@
-"""What a training's use of its GPU is a share of, and of what."""
+"""Numerator and denominator of a training's GPU utilization."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def others(ray_cluster: None) -> set[str]:
 
 @pytest.fixture(scope="module")
 def whole(job: TrainJob, others: set[str]) -> dict[str, Any]:
-    """The job without interruption, by workers of its own."""
+    """The job without interruption, by separate workers."""
     before = signal.getsignal(signal.SIGINT)
     outcome = run_training(job)
     assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C is the caller's again"
@@ -72,8 +72,8 @@ def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
 
 def test_with_its_run_a_job_s_processes_end(whole: dict[str, Any], others: set[str]) -> None:
     deadline = time.monotonic() + 60
-    while left := controllers() - others:
-        assert time.monotonic() < deadline, left
+    while remaining := controllers() - others:
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)
 
 
@@ -107,7 +107,7 @@ def test_one_worker_trains_measures_and_writes_its_weights(job: TrainJob, whole:
     assert metrics["weights_digest"] == checkpoint.weights_digest(job.out_dir)
 
 
-def test_ray_train_knows_where_the_newest_checkpoint_lies(job: TrainJob, whole: dict[str, Any]) -> None:
+def test_ray_train_knows_where_the_newest_checkpoint_is(job: TrainJob, whole: dict[str, Any]) -> None:
     (pointer,) = Path(job.storage_path, job.run_name).glob("reported_*/checkpoint.json")
     assert json.loads(pointer.read_text()) == {"checkpoint_path": whole["checkpoint_path"], "step": STEPS}
 

@@ -1,4 +1,4 @@
-"""How fast the place of checkpoints is, and what is said of it."""
+"""Write speed at the place of checkpoints, and its report."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def job(tmp_path: Path) -> TrainJob:
 
 def test_a_seven_billion_checkpoint_on_slow_storage_is_warned_of() -> None:
     slow = CheckpointCost(94_000_000_000, 100e6, 30.0)
-    said = "a checkpoint of 94 GB takes about 16 min at 100 MB/s, every 30 min"
-    assert slow.describe() == said
-    assert slow.warning is not None and slow.warning.startswith(f"{said}: more than a tenth of the time")
+    output = "a checkpoint of 94 GB takes about 16 min at 100 MB/s, every 30 min"
+    assert slow.describe() == output
+    assert slow.warning is not None and slow.warning.startswith(f"{output}: more than a tenth of the time")
     assert "storage that takes 522 MB/s" in slow.warning
     assert replace(slow, bytes_per_second=1e9).warning is None
     assert replace(slow, minutes=None).warning is None

@@ -1,4 +1,4 @@
-"""Run as a script: relaxation stages in worker processes of their own, one of which dies by SIGKILL and comes back.
+"""Run as a script: relaxation stages in separate worker processes, one of which dies by SIGKILL and restarts.
 
 `python killed_relaxations.py FOLDER` reads `cases.json` there, a list of {"name", "job"}, `job` being a
 TrainJob as JSON. Each case runs twice: as it is, in FOLDER/NAME/whole, and killed after its first saved state and

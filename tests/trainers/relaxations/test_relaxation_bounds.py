@@ -1,4 +1,4 @@
-"""What `collapse` changes is no more than what is left of the penalty explains, for every part of the axis.
+"""The change by `collapse` is at most what the remaining penalty explains, for every part of the axis.
 
 The relaxed weights are seen from outside: a projection's response to unit vectors. The bounds are those of the
 equations, derived at each function of `EXPLAINED`; a new part without one fails here, and has to say what its penalty
@@ -118,7 +118,7 @@ def changes(relaxation: Any) -> list[float]:
     return [sum(float((a[s] - b[s]).square().sum()) for s in a) for a, b in pairs]
 
 
-# ---- what is left of the penalty explains ---------------------------------------------------------------------
+# ---- the remaining penalty explains the change ----------------------------------------------------------------
 
 
 def fusion_loss_explains(relaxation: Any) -> list[float]:
@@ -126,7 +126,7 @@ def fusion_loss_explains(relaxation: Any) -> list[float]:
     and Schwarz at most sqrt(Σ_j (ω_hj - ω̄_j)_r²) · sqrt(Σ_j ‖K_jr‖²). Summed over h and r, with F = Σ_h Σ_j
     mean_d (ω_hj - ω̄_j)²: the squares are at most d F max_r Σ_j ‖K_jr‖². The reported loss is F summed, over pairs.
     """
-    found, losses = [], iter(relaxation.layer_losses())
+    result, losses = [], iter(relaxation.layer_losses())
     for heads, layer in zip(read_layers(relaxation.model), relaxation.plan.layers, strict=True):
         fused = [
             (side, [g for g in groups if len(g) > 1])
@@ -134,30 +134,30 @@ def fusion_loss_explains(relaxation: Any) -> list[float]:
             if len(groups) < layer.num_heads
         ]
         if not fused:
-            found.append(0.0)
+            result.append(0.0)
             continue
         pairs = sum(len(g) * (len(g) - 1) // 2 for _, groups in fused for g in groups)
         energy = max(
             float(with_bias(heads, side)[list(g)].square().sum((0, 2)).max()) for side, groups in fused for g in groups
         )
-        found.append(relaxation.plan.head_dim * energy * pairs * next(losses).item())
-    return found
+        result.append(relaxation.plan.head_dim * energy * pairs * next(losses).item())
+    return result
 
 
 def masks_explain(relaxation: Any) -> list[float]:
     """z W + (1 - z) W~ becomes W~: head h moves by z_h ‖W_h - W~‖, and z² <= z on [0, 1]: the squares are at most
     Σ_h z_h times the farthest head's ‖W_h - W~‖², keys and values."""
     z = relaxation.masks()
-    rows, found = iter(z), []
+    rows, result = iter(z), []
     for heads, layer, new in zip(
         read_layers(relaxation.model), relaxation.plan.layers, collapsed_heads(relaxation), strict=True
     ):
         if layer.is_identity:
-            found.append(0.0)
+            result.append(0.0)
             continue
         apart = sum((with_bias(heads, s) - new[s]).square().sum((1, 2)) for s in ("k", "v"))
-        found.append((next(rows).sum() * apart.max()).item())
-    return found
+        result.append((next(rows).sum() * apart.max()).item())
+    return result
 
 
 def distance_explains(relaxation: Any) -> list[float]:
@@ -175,7 +175,7 @@ EXPLAINED: dict[str, Callable[[Any], list[float]]] = {
 
 @torch.no_grad()
 def draw_together(relaxation: Any, factor: float) -> None:
-    """Scale what is left between the relaxed and the collapsed weights; 0 leaves no penalty."""
+    """Scale the remaining difference between the relaxed and the collapsed weights; 0 leaves no penalty."""
     if relaxation.plan.is_shared:
         for star in relaxation.stars:
             star.value.mul_(factor)

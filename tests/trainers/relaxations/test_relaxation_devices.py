@@ -29,13 +29,13 @@ def trained(part: Part, device: torch.device, tiny_model: Any, *, made_there: bo
 @pytest.mark.parametrize("part", PARTS, ids=lambda p: p.name)
 def test_a_step_on_it_is_a_step_on_the_cpu(part: Part, made_there: bool, tiny_model: Any, fgpu: torch.device) -> None:
     expected, losses = trained(part, torch.device("cpu"), tiny_model, made_there=made_there)
-    found, on_device = trained(part, fgpu, tiny_model, made_there=made_there)
+    result, on_device = trained(part, fgpu, tiny_model, made_there=made_there)
     assert on_device == pytest.approx(losses, rel=1e-6, abs=1e-5)
-    assert found.metrics() == pytest.approx(expected.metrics(), abs=1e-4)
-    assert found.remaining() == pytest.approx(expected.remaining(), abs=1e-4)
+    assert result.metrics() == pytest.approx(expected.metrics(), abs=1e-4)
+    assert result.remaining() == pytest.approx(expected.remaining(), abs=1e-4)
     for name, tensor in expected.model.state_dict().items():
-        torch.testing.assert_close(found.model.state_dict()[name].cpu(), tensor, atol=1e-4, rtol=1e-3)
-    for heads, other in zip(expected.collapse(), found.collapse(), strict=True):
+        torch.testing.assert_close(result.model.state_dict()[name].cpu(), tensor, atol=1e-4, rtol=1e-3)
+    for heads, other in zip(expected.collapse(), result.collapse(), strict=True):
         torch.testing.assert_close(other.k.cpu(), heads.k, atol=1e-4, rtol=1e-3)
 
 

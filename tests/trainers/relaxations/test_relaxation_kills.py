@@ -1,4 +1,4 @@
-"""A relaxation whose worker is killed without warning goes on to the very same numbers, for every part of the axis.
+"""A relaxation whose worker is killed without warning resumes to identical numbers, for every part of the axis.
 
 Plain processes and not Ray Train, which test_relaxation_jobs.py has: all parts in the time of one Ray run.
 """
@@ -39,7 +39,7 @@ ALL = [(part.name, *split) for part in RELAXATION_TRAINING for split in SPLITS]
 
 @pytest.mark.extended
 @pytest.mark.parametrize("cases", [ALL[::2], ALL[1::2]], ids=["one_worker", "two_workers"])
-def test_a_killed_relaxation_goes_on_to_the_same_numbers(
+def test_a_killed_relaxation_resumes_to_the_same_numbers(
     cases: list[tuple[str, int, int]], tiny_model: Any, tmp_path: Path
 ) -> None:
     ends = run_all(cases, tiny_model, tmp_path)
@@ -58,14 +58,14 @@ def test_a_killed_relaxation_goes_on_to_the_same_numbers(
         assert weights[0] == weights[1], name
 
 
-def run_all(asked: list[tuple[str, int, int]], tiny_model: Any, folder: Path) -> dict[str, Any]:
-    """How the workers of each run ended; what they wrote is in `folder`."""
+def run_all(requested: list[tuple[str, int, int]], tiny_model: Any, folder: Path) -> dict[str, Any]:
+    """How the workers of each run ended; their output is in `folder`."""
     checkpoint.save(tiny_model("llama", attention_bias=True), folder / "model")
     generator = torch.Generator().manual_seed(0)
     for name, rows in (("train", 100), ("eval", 8)):
         write_sequences(torch.randint(0, 64, (rows, 16), generator=generator), folder / name)
     cases = []
-    for name, stage, workers in asked:
+    for name, stage, workers in requested:
         plan = SHARED if "shares" in RELAXATION_TRAINING.get(name).needs else GROUPED
         # Align as its paper trains it, so that the teacher comes back too
         distillation = "kl_bild" if name == "hard_concrete" else "none"

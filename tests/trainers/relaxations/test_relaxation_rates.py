@@ -27,8 +27,8 @@ STEPS, TOTAL = 19, 24  # of a trial of 24 steps, of which a relaxation has four 
 def relaxed(name: str, model: Any, ids: Tensor, **knobs: Any) -> Any:
     """The relaxation `name` after STEPS steps of AdamW, on the schedule of a training of TOTAL steps."""
     part, plan = RELAXATION_TRAINING.get(name), SHARED if name == "pull_together" else GROUPED
-    given = {"freeze_fraction": 1.0} if name == "hard_concrete" else {}
-    relaxation = part(model, plan, steps=STEPS, **part.settings(given | knobs))
+    options = {"freeze_fraction": 1.0} if name == "hard_concrete" else {}
+    relaxation = part(model, plan, steps=STEPS, **part.settings(options | knobs))
     settings, own, done = TrainSettings(learning_rate=1e-3), relaxation.parameter_groups(), 0
     special = {id(p) for group in own for p in group.parameters}
     groups: list[dict[str, Any]] = [{"params": [p for p in relaxation.model.parameters() if id(p) not in special]}]
@@ -65,9 +65,9 @@ def test_at_a_papers_rate_it_does_not_and_that_is_foreseen(
 ) -> None:
     assert relaxed(name, tiny_model("llama"), ids, rate=rate).remaining() > 0.5
     knobs = RELAXATION_TRAINING.get(name).settings({"rate": rate})
-    told = too_few_steps(name, knobs, STEPS)
-    assert told is not None and told.startswith(f"{STEPS} steps are too few for relaxation {name} at rate {rate:g}")
-    least = int(told.split("needs ")[1].split()[0])
+    report = too_few_steps(name, knobs, STEPS)
+    assert report is not None and report.startswith(f"{STEPS} steps are too few for relaxation {name} at rate {rate:g}")
+    least = int(report.split("needs ")[1].split()[0])
     assert too_few_steps(name, knobs, least) is None and too_few_steps(name, knobs, least - 1)
 
 
@@ -94,7 +94,7 @@ def test_the_rate_follows_the_steps_unless_it_is_a_number(name: str, steps: int,
     assert rate_of(name, 0.25, steps) == 0.25
 
 
-def test_the_constraint_weighs_as_in_the_paper_beside_a_rate_that_is_a_number() -> None:
+def test_the_constraint_weighs_as_in_the_paper_with_a_rate_that_is_a_number() -> None:
     assert constraint_weight(AUTO_KNOB, 0.01, 19) == constraint_weight(AUTO_KNOB, AUTO_KNOB, 10**6) == 1.0
     assert constraint_weight(AUTO_KNOB, AUTO_KNOB, 19) > 1000
     assert constraint_weight(7.0, AUTO_KNOB, 19) == 7.0
@@ -102,8 +102,8 @@ def test_the_constraint_weighs_as_in_the_paper_beside_a_rate_that_is_a_number() 
 
 def test_a_search_foresees_which_recipes_cannot_end() -> None:
     slow = recipe("align", **{"relaxation.rate": 0.01})
-    (told,) = unfinished_relaxations([recipe("gqa"), recipe("align"), slow], (0, 8, 24))
-    assert told.startswith(
+    (report,) = unfinished_relaxations([recipe("gqa"), recipe("align"), slow], (0, 8, 24))
+    assert report.startswith(
         "align: 19 steps are too few for relaxation hard_concrete at rate 0.01: it needs 640 at least"
     )
     assert unfinished_relaxations([slow], (0,)) == []

@@ -114,10 +114,10 @@ def test_every_zero_stage_trains_as_plain_torch(
     wide = tiny_model("llama", attention_bias=True).to(weights["lm_head.weight"].dtype)
     whole = part(wide, relaxation.plan, steps=STEPS, **part.settings())
     whole.model.load_state_dict(weights)
-    for mine, theirs in zip(whole.collapse(), reference.collapse(), strict=True):
+    for ours, theirs in zip(whole.collapse(), reference.collapse(), strict=True):
         atol = 2e-3 if dtype == "float32" else 0.15
-        torch.testing.assert_close(mine.k, theirs.k, atol=atol, rtol=0)
-        torch.testing.assert_close(mine.v, theirs.v, atol=atol, rtol=0)
+        torch.testing.assert_close(ours.k, theirs.k, atol=atol, rtol=0)
+        torch.testing.assert_close(ours.v, theirs.v, atol=atol, rtol=0)
     assert relaxation.metrics() == pytest.approx(reference.metrics(), abs=2e-3 if dtype == "float32" else 0.05)
 
 

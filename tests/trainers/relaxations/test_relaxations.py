@@ -104,7 +104,7 @@ def test_at_step_0_it_is_the_checkpoint(part: Part, family: str, tiny_model: Any
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda p: p.name)
-def test_it_starts_from_whatever_heads_it_is_given(part: Part, tiny_model: Any, ids: Tensor) -> None:
+def test_it_starts_from_any_given_heads(part: Part, tiny_model: Any, ids: Tensor) -> None:
     grouped = tiny_model("llama", num_key_value_heads=2, attention_bias=True)
     model = lifted(grouped)
     assert plan_of(model).kv_ratio == 1
@@ -414,7 +414,7 @@ def test_noise_is_a_function_of_generator_and_step(tiny_model: Any, ids: Tensor)
     assert not torch.equal(sample(1, 4), sample(2, 4))
 
 
-def test_align_wants_one_head_a_query_head(tiny_model: Any) -> None:
+def test_align_needs_one_head_per_query_head(tiny_model: Any) -> None:
     with pytest.raises(PlanError, match="lift the model first"):
         made(RELAXATION_TRAINING.get("hard_concrete"), tiny_model("llama", num_key_value_heads=2))
 
@@ -423,7 +423,7 @@ def test_align_wants_one_head_a_query_head(tiny_model: Any) -> None:
 
 
 def test_the_coordinates_of_a_star_by_hand() -> None:
-    """Weights 6, 3, 0 with the first as the earlier one: mean 3, differences -3, -6; beside the mean 3, 0, -3."""
+    """Weights 6, 3, 0 with the first as the earlier one: mean 3, differences -3, -6; relative to the mean 3, 0, -3."""
     assert from_centre(torch.tensor([[-3.0], [-6.0]])).flatten().tolist() == [3.0, 0.0, -3.0]
 
 
@@ -440,10 +440,8 @@ def test_what_shrinks_is_the_distance_of_the_pairs(tiny_model: Any) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
-def test_the_pull_is_as_strong_as_its_rate_says_whatever_the_model_rate(
-    rate: float, tiny_model: Any, ids: Tensor
-) -> None:
-    """(1 - rate)^2n is left of the squared distance after n steps, up to what Adam moves meanwhile; added to the loss
+def test_the_pull_is_as_strong_as_its_rate_says_at_any_model_rate(rate: float, tiny_model: Any, ids: Tensor) -> None:
+    """(1 - rate)^2n of the squared distance remains after n steps, up to the moves of Adam meanwhile; added to the loss
     under Adam, a penalty of any weight leaves nearly all of it at such a small learning rate."""
     relaxation = made(RELAXATION_TRAINING.get("pull_together"), tiny_model("llama"), rate=rate)
     optimise(relaxation, ids, 10, rate=1e-5)

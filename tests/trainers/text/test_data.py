@@ -32,15 +32,15 @@ def load(source: Any, tokenizer: Any, split: Any = "train", tokens: int = 2048, 
 
 
 def documents(sequences: torch.Tensor, tokenizer: Any) -> set[str]:
-    """Whole documents in consecutive sequences: what lies between two end tokens."""
+    """Whole documents in consecutive sequences: the tokens between two end tokens."""
     text = tokenizer.decode(sequences.flatten().tolist())
     return set(text.split(tokenizer.eos_token)[1:-1])
 
 
 def test_sequences_are_the_documents_joined_by_the_end_token(tmp_path: Path, demo_tokenizer: Any) -> None:
-    kept = [s for s in SENTENCES if not is_held_out(s)][:2]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": s}) + "\n" for s in kept))
-    ids = [demo_tokenizer(s, add_special_tokens=False)["input_ids"] + [0] for s in kept]
+    stored = [s for s in SENTENCES if not is_held_out(s)][:2]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": s}) + "\n" for s in stored))
+    ids = [demo_tokenizer(s, add_special_tokens=False)["input_ids"] + [0] for s in stored]
     got = load(tmp_path / "a.jsonl", demo_tokenizer, tokens=100, length=50)
     assert got.shape == (2, 50)
     assert got.dtype == torch.int64
@@ -98,10 +98,10 @@ def test_order_depends_on_the_seed_and_the_split_only(jsonl: Path, demo_tokenize
 def test_a_small_evaluation_is_spread_over_the_whole_held_out_side(demo_tokenizer: Any) -> None:
     whole = load("stdlib", demo_tokenizer, "eval", 400 * 64)
     part = load("stdlib", demo_tokenizer, "eval", 100 * 64, seed=9)
-    found = [int((whole == row).all(1).nonzero()[0]) for row in part if (whole == row).all(1).any()]
+    result = [int((whole == row).all(1).nonzero()[0]) for row in part if (whole == row).all(1).any()]
     assert torch.equal(part[0], whole[0])
-    assert found == sorted(found)
-    assert max(found) > 350
+    assert result == sorted(result)
+    assert max(result) > 350
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""Synthetic tasks: one right answer each, the same in every process, and an evaluation that can tell."""
+"""Synthetic tasks: one right answer each, the same in every process, and an evaluation that can distinguish models."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def test_word_tables() -> None:
 
 
 def test_shots() -> None:
-    made = episode(all_tasks()[0], 3, generator())
-    lines = made.prompt.split("\n")
-    assert len(lines) == 4 and all(line.endswith(".") for line in lines[:3]) and made.shots == 3
+    created = episode(all_tasks()[0], 3, generator())
+    lines = created.prompt.split("\n")
+    assert len(lines) == 4 and all(line.endswith(".") for line in lines[:3]) and created.shots == 3
     drawn = examples(all_tasks(), 12, generator())
     assert len(drawn) == 62 * 12 and {e.shots for e in drawn} == set(SHOTS)
 

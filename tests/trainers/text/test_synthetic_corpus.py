@@ -1,4 +1,4 @@
-"""`synthetic:NAME` as a source of text: sides, determinism, names, and answers that a model is asked for."""
+"""`synthetic:NAME` as a source of text: sides, determinism, names, and answers that a model must give."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINGERPRINT = "620e4f4045e599de4e4c854fbdc9fa8ea4fdb5c42e39535e2483f0907916ccf2"
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What examples/make_words.py makes."""
+    """The output of examples/make_words.py."""
     out = tmp_path_factory.mktemp("words") / "words"
     command = [sys.executable, str(REPOSITORY / "examples" / "make_words.py"), "--out", str(out)]
     subprocess.run(command, check=True, cwd=REPOSITORY)
@@ -46,11 +46,11 @@ def test_documents_are_the_same_in_every_call_and_others_on_each_side() -> None:
 
 @pytest.mark.parametrize("name", synthetic_corpus.names())
 def test_names(name: str) -> None:
-    train, asked = (set(synthetic_corpus.tasks_of(name, side)) for side in (True, False))
+    train, requested = (set(synthetic_corpus.tasks_of(name, side)) for side in (True, False))
     if name == "new-pairs":
-        assert not train & asked and train | asked == set(all_tasks()) and len(asked) == 15
+        assert not train & requested and train | requested == set(all_tasks()) and len(requested) == 15
     else:
-        assert train == asked
+        assert train == requested
     if name not in ("all", "new-pairs"):
         assert {task.pattern.replace(" ", "-") for task in train} == {name}
 
@@ -60,7 +60,7 @@ def test_an_unknown_name_is_refused() -> None:
         resolve("synthetic:induction")
 
 
-def test_the_example_tokenizer_has_every_word_and_a_model_can_be_asked(words: Path) -> None:
+def test_the_example_tokenizer_has_every_word_and_a_model_can_answer(words: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(words)
     ids = {word: index for index, word in enumerate(vocabulary())}
     for text in islice(synthetic_corpus.documents("all", True, 3), 50):
@@ -71,9 +71,9 @@ def test_the_example_tokenizer_has_every_word_and_a_model_can_be_asked(words: Pa
     config = load_config(words)
     torch.manual_seed(0)
     model = build(config, plan_of_config(config)).eval()
-    found = synthetic_corpus.score_held_out(model, tokenizer, "odd-one", per_task=2)
-    assert found.count == 2 * len(synthetic_corpus.tasks_of("odd-one", False))
-    assert found.accuracy < 0.3 and found.perplexity > 50  # it has learned nothing yet
+    result = synthetic_corpus.score_held_out(model, tokenizer, "odd-one", per_task=2)
+    assert result.count == 2 * len(synthetic_corpus.tasks_of("odd-one", False))
+    assert result.accuracy < 0.3 and result.perplexity > 50  # it has learned nothing yet
 
 
 def test_sets_of_tokens_made_before_stay_valid() -> None:

@@ -1,4 +1,4 @@
-"""One text or two, what sequences begin with, and conversations."""
+"""One text or two, the first tokens of sequences, and conversations."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_sequences_are_as_long_as_model_and_text_allow() -> None:
 
 
 def test_token_sets_of_a_tokenizer_without_beginning_keep_their_names(jsonl: str, demo_tokenizer: Any) -> None:
-    made_of = TextCut(jsonl, "train", 1024, 64)._made_of(demo_tokenizer)
+    made_of = TextCut(jsonl, "train", 1024, 64)._definition(demo_tokenizer)
     assert set(made_of) == {
         *("source", "split", "tokens", "sequence_length", "seed", "text_field", "spread", "fingerprint", "tokenizer")
     }
@@ -133,7 +133,7 @@ def test_every_document_and_every_sequence_begins_as_the_tokenizer_says(
         rows = load_sequences(jsonl, chat_tokenizer, split=split, tokens=640, sequence_length=64)
         assert (rows[:, 0] == BEGINNING).all()
         assert torch.equal(read_sequences(token_set(cut, chat_tokenizer, tmp_path, shard_tokens=256))[:], rows)
-        if split == "train":  # the token stands for the first of a sequence: all others are those of the text
+        if split == "train":  # the token replaces the first of a sequence: all others are those of the text
             texts = list(resolve(jsonl).documents("train", "text", 0))
             stream = torch.from_numpy(tokenise(texts, chat_tokenizer).ids)[:640].long().view(10, 64)
             assert torch.equal(rows[:, 1:], stream[:, 1:])

@@ -40,8 +40,8 @@ def test_any_rows_of_any_set_are_those_that_were_written(
     read = read_sequences(folder)
     assert (len(read), read.shape) == (rows, (rows, length))
     assert torch.equal(read[:], written)
-    wanted = data.draw(st.lists(st.integers(0, rows - 1), max_size=2 * rows))
-    assert torch.equal(read[wanted], written[wanted])
+    expected = data.draw(st.lists(st.integers(0, rows - 1), max_size=2 * rows))
+    assert torch.equal(read[expected], written[expected])
     with safe_open(folder / "00000.safetensors", "numpy") as shard:
         assert shard.get_slice("sequences").get_dtype() == ("U16" if largest < 2**16 else "U32")
 
@@ -53,7 +53,7 @@ def test_any_rows_of_any_set_are_those_that_were_written(
     steps=st.integers(0, 4),
     seed=st.integers(0, 3),
 )
-def test_every_world_size_sees_one_order_and_goes_on_where_another_stopped(
+def test_every_world_size_sees_one_order_and_resumes_where_another_stopped(
     seven_shards: Path, world: int, later: int, steps: int, seed: int
 ) -> None:
     def workers(count: int) -> list[BatchStream]:

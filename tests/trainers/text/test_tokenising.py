@@ -39,7 +39,7 @@ def calm(cut: TextCut, demo_tokenizer: Any, tmp_path_factory: pytest.TempPathFac
 
 
 class Killed(BaseException):
-    """In place of a signal, at a moment that is known."""
+    """Raised instead of a signal, at a known moment."""
 
 
 class Counting:
@@ -95,13 +95,13 @@ def test_tokens_are_those_of_the_tokenizer_and_its_threads_are_given_back(
 
 
 def test_a_block_is_bounded_in_documents_and_in_characters() -> None:
-    found = list(text_blocks(iter(["a"] * 300 + ["b" * 600_000] * 3 + ["c"] * 300)))
-    assert [len(block) for block in found] == [256, 44 + 2, 1 + 209, 91]
-    assert [text for block in found for text in block] == ["a"] * 300 + ["b" * 600_000] * 3 + ["c"] * 300
+    result = list(text_blocks(iter(["a"] * 300 + ["b" * 600_000] * 3 + ["c"] * 300)))
+    assert [len(block) for block in result] == [256, 44 + 2, 1 + 209, 91]
+    assert [text for block in result for text in block] == ["a"] * 300 + ["b" * 600_000] * 3 + ["c"] * 300
 
 
 @pytest.mark.parametrize("limit", [1, 20, 21, 70, 110])
-def test_a_killed_run_goes_on_without_tokenising_what_is_written(
+def test_a_killed_run_resumes_without_tokenising_what_is_written(
     limit: int, cut: TextCut, calm: Path, demo_tokenizer: Any, tmp_path: Path
 ) -> None:
     def run(counting: Counting) -> Path:
@@ -140,16 +140,16 @@ def test_a_damaged_set_is_mended_where_it_is_damaged(
     ]
 
 
-def test_too_little_text_is_told_with_what_there_is_also_after_a_kill(
+def test_too_little_text_is_reported_with_what_there_is_also_after_a_kill(
     cut: TextCut, demo_tokenizer: Any, tmp_path: Path
 ) -> None:
     more = TextCut(cut.source, "train", 200_000, LENGTH, seed=5)
-    said = []
+    output = []
     for _ in range(2):  # the second time the first shards are there
         with pytest.raises(DataError, match=r"needs 3125 sequences of 64 tokens \(200000\), found \d+ \(") as caught:
             token_set(more, demo_tokenizer, tmp_path, shard_tokens=SHARD_TOKENS)
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+        output.append(str(caught.value))
+    assert output[0] == output[1]
     with pytest.raises(DataError, match=r"needs 100000000 tokens, and all its text has \d+ at most; ask for fewer"):
         TextCut(cut.source, "train", 10**8, LENGTH).check()
 
@@ -172,7 +172,7 @@ token_set(TextCut(source, "train", {tokens}, {length}, seed=5), read_tokenizer(m
 
 
 @pytest.mark.extended
-def test_a_process_that_is_killed_leaves_what_another_goes_on_with(
+def test_a_process_that_is_killed_leaves_what_another_resumes_from(
     cut: TextCut, calm: Path, demo_tokenizer: Any, demo_dir: Path, tmp_path: Path
 ) -> None:
     code = KILLABLE.format(tokens=cut.tokens, length=LENGTH, shard=SHARD_TOKENS)

@@ -64,7 +64,7 @@ def test_every_token_has_the_number_of_its_document(corpus: Path, demo_tokenizer
     folder = token_set(UnseenCut(seen, seen), demo_tokenizer, tmp_path)
     sequences, documents = read_sequences(folder)[:], documents_of(folder)
     assert documents.shape == sequences.shape
-    # Another document begins behind each end token and nowhere else
+    # Another document begins after each end token and nowhere else
     ends = sequences[:, :-1] == demo_tokenizer.eos_token_id
     assert torch.equal(documents.diff() > 0, ends)
     assert (documents.flatten().diff() >= 0).all()

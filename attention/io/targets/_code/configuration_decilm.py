@@ -1,9 +1,9 @@
 """Configuration of a Llama with KV head counts of each layer, for vLLM's DeciLMForCausalLM.
 
 `block_configs`: one entry per layer, {"attention": {"no_op": false, "n_heads_in_group": query heads
-to a KV head}, "ffn": {"no_op": false, "intermediate_size": width of the MLP}}. In place of
-`intermediate_size` stands `ffn_mult` where it is exact: the width is then 2 / 3 ffn_mult times the
-model width, rounded up to a multiple of 256. All layers have `num_attention_heads` query heads of
+per KV head}, "ffn": {"no_op": false, "intermediate_size": width of the MLP}}. `intermediate_size`
+is replaced by `ffn_mult` where that is exact: the width is then 2 / 3 ffn_mult times the model
+width, rounded up to a multiple of 256. All layers have `num_attention_heads` query heads of
 `head_dim` numbers. `replace_with_linear` is false in both parts of every entry.
 """
 
@@ -14,7 +14,7 @@ from transformers import MistralConfig
 
 
 class DeciLMConfig(MistralConfig):
-    # Llama's fields; Llama's own class wants a width that the heads divide.
+    # Llama's fields; Llama's own class requires a width that the heads divide.
     model_type = "nemotron-nas"
 
     def __init__(self, block_configs: Any = (), **fields: Any) -> None:

@@ -1,11 +1,11 @@
 """A Llama with composed heads.
 
-The scores of each head are a mix of those of all heads (`composing.py` beside it).
+The scores of each head are a mix of those of all heads (`composing.py` in this folder).
 
 `config.composition` has the settings, `config.windows` the attention window of each layer (0:
-none). The weights that tokens have as keys lie in the cache too, behind the layers' keys and
-values. All else is as in `modeling_head_maps.py`. Load with
-`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
+none). The key-side weights of tokens are in the cache too, behind the layers' keys and values. All
+else is as in `modeling_head_maps.py`. Load with `AutoModelForCausalLM.from_pretrained(folder,
+trust_remote_code=True)`.
 """
 
 from types import SimpleNamespace
@@ -36,8 +36,8 @@ def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
 
     Return those of all tokens.
 
-    They have a cache layer of their own, without values, so that whatever is done to a cache is
-    done to them.
+    They have a separate cache layer, without values, so that every operation on a cache is applied
+    to them.
     """
     if type(cache) is not DynamicCache:
         raise ValueError(f"composed heads need a DynamicCache, got {type(cache).__name__}")

@@ -1,8 +1,8 @@
-"""A Llama whose query heads read key heads and value heads of their own choice.
+"""A Llama whose query heads read individual key heads and value heads.
 
 `config.key_maps[l][h]` and `config.value_maps[l][h]`: the key head and the value head that query
-head h of layer l reads. A layer keeps as many key heads and value heads as its maps name, and so
-many lie in its cache. All else is transformers' own model. Load with
+head h of layer l reads. A layer has as many key heads and value heads as its maps name, and as many
+in its cache. All else is transformers' own model. Load with
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
@@ -48,7 +48,7 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
-# Without a mask function of its own, padding would be ignored.
+# Without a mask function for this attention, padding would be ignored.
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 

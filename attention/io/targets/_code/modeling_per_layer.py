@@ -52,7 +52,7 @@ class PerLayerLlamaForCausalLM(LlamaForCausalLM):
         self.post_init()
 
 
-# transformers reads the names in the files for its own classes, and for those it is told of.
+# transformers maps the names in the files for its own classes, and for registered ones.
 stock: Any = LlamaModel
 names: Any = get_checkpoint_conversion_mapping(stock.config_class.model_type)
 if names is not None:

@@ -1,4 +1,4 @@
-"""What llama.cpp calls each family, and how it wants a layer's heads.
+"""The names of families in llama.cpp, and its layout of a layer's heads.
 
 Legend: d head dim, r rotary dims of a head.
 """
@@ -25,7 +25,7 @@ class Architecture:
     Attributes:
         fused: One projection for queries, keys and values.
         rms_norm: Its norms divide by the root mean square and have no shift.
-        own_counts: Each layer has head counts of its own.
+        own_counts: Whether each layer may have a different number of heads.
     """
 
     name: str

@@ -162,9 +162,9 @@ def rope_factors(model: PreTrainedModel) -> Tensor | None:
 
 
 def encoded(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-    """Return a tensor in the type that it is kept in.
+    """Return a tensor in the type in which it is stored.
 
-    Vectors and positions in float32, as llama.cpp wants them.
+    Vectors and positions in float32, as llama.cpp requires.
     """
     array = tensor.detach().float().contiguous().cpu().numpy()
     kind = TYPES[dtype]
@@ -198,7 +198,7 @@ def fill(model: PreTrainedModel, stored: dict[str, Tensor], form: Architecture) 
 
 
 def stored_heads(stored: dict[str, Tensor], layer: int, head_dim: int) -> LayerHeads:
-    """Return the heads of one layer as they lie in a file."""
+    """Return the heads of one layer in the layout of the file."""
     prefix = f"blk.{layer}"
     output = stored[f"{prefix}.attn_output.weight"]
     o_bias = stored.get(f"{prefix}.attn_output.bias")

@@ -62,7 +62,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
 
 
 def _load(tokenizer: Any) -> Any:
-    """As transformers reads it, whatever its files."""
+    """Return the tokenizer as transformers reads it, from any kind of files."""
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
     try:
