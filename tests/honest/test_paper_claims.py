@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,9 @@ from arms import Corpus, best, fused_and_recovered, neighbours, recovered
 from transformers import PreTrainedModel
 
 from attention.calibration.store import Calibration
-from attention.plan import AttentionPlan
+from attention.conversion.convert import build
+from attention.modeling.composition import reset
+from attention.plan import AttentionPlan, Composition
 from orchestrator.conversion.execution import planning_context, relaxation_start
 from search_spaces.planning.context import convert_with
 from search_spaces.planning.planner import make_plan
@@ -136,3 +139,21 @@ def test_dha_from_aligned_heads_beats_dha_from_raw_heads(
 
     result = {start: best(lambda rate, start=start: arm(start, rate), RATES) for start in starts}
     assert result["aligned"] < result["raw"] - 0.2
+
+
+@pytest.mark.extended
+def test_static_composition_from_scratch_is_ahead_after_100_steps(demo_model: PreTrainedModel, corpus: Corpus) -> None:
+    """Matrices that mix heads, the same for all tokens (Xiao 2024, Table 9, "static proj."), from random weights."""
+    plain = AttentionPlan.identity(4, 8, 32)
+    static = Composition(query_side=False, key_side=False, static_base=True)
+
+    def arm(composition: Composition | None) -> float:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # initialisation in transformers draws from the global generator
+            model = build(demo_model.config, replace(plain, composition=composition))
+        reset(model, identity=False, generator=torch.Generator().manual_seed(0))
+        return recovered(model, corpus, 100, 2e-3)
+
+    losses = {name: arm(composition) for name, composition in (("plain", None), ("static", static))}
+    print(losses)
+    assert losses["static"] < losses["plain"] - 0.15
