@@ -32,6 +32,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
     GPT2Config,
@@ -95,6 +96,13 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
         Gemma3TextConfig,
         {"hidden_size": 24, "sliding_window": 10, "query_pre_attn_scalar": 4, "final_logit_softcapping": 5.0}
         | {"sliding_window_pattern": 2},
+    ),
+    "gemma4_text": (  # of four layers two with a window, which are converted
+        Gemma4TextConfig,
+        {"hidden_size": 24, "sliding_window": 10, "final_logit_softcapping": 5.0, "num_hidden_layers": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+        | {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 6},
     ),
     "gpt_oss": (
         GptOssConfig,

@@ -107,6 +107,9 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
     on to transformers 4 itself.
     """
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
+    if str(fields.get("model_type")).endswith("gemma4_text"):
+        # Transformers 4 has no such class, and 5 reads no older field of it.
+        return older
     rope = fields.get("rope_parameters")
     if rope and "sliding_attention" in rope:  # Gemma 3: one embedding for each kind of layer
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]

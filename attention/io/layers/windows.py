@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from attention.families import family_of
+from attention.families import family_of, geometry_of
 from attention.io.experts import PlacedTensor, parts_of
 from attention.io.safetensors_files import Stored, WeightsError, open_safetensors
 from attention.io.weights import check_finite, check_weights
@@ -146,6 +146,11 @@ def check_windows(config: PretrainedConfig) -> None:
         raise ValueError(
             "a checkpoint with shared or composed heads cannot be converted layer by layer; "
             "convert it in memory"
+        )
+    if geometry_of(config).decoder_layers is not None:
+        raise ValueError(
+            f"a {family_of(config).name}, of whose layers only some are converted, cannot be "
+            f"converted layer by layer; convert it in memory"
         )
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise ValueError(
