@@ -11,8 +11,8 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PretrainedConfig, PreTrainedModel
 from torch import nn
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PretrainedConfig, PreTrainedModel
 
 from attention.families import _separate
 from attention.geometry import HeadGeometry
@@ -34,16 +34,18 @@ def geometry(config: Any) -> HeadGeometry:
         )
     if shared := config.num_kv_shared_layers:
         raise ValueError(
-            f"a Gemma 4 whose last layers use the keys and values of earlier ones is not supported: "
-            f"expected num_kv_shared_layers 0, got {shared}; choose a Gemma 4 without such layers"
+            f"a Gemma 4 whose last layers use the keys and values of earlier ones is not "
+            f"supported: expected num_kv_shared_layers 0, got {shared}; choose a Gemma 4 without "
+            f"such layers"
         )
     windowed = _windowed(config)
     layers = list(config.per_layer_config)
     shapes = {(layers[i].num_key_value_heads, layers[i].head_dim) for i in windowed}
     if len(shapes) != 1:
         raise ValueError(
-            f"a Gemma 4 is converted in its layers with a window ({WINDOWED} in layer_types), which "
-            f"must have one number of KV heads and one head dim, got {sorted(shapes) or 'no layer'}"
+            f"a Gemma 4 is converted in its layers with a window ({WINDOWED} in layer_types), "
+            f"which must have one number of KV heads and one head dim, got "
+            f"{sorted(shapes) or 'no such layer'}; choose a Gemma 4 whose layers are alike"
         )
     own = _separate.geometry(layers[windowed[0]], family="gemma4_text", qk_norm=True)
     return replace(

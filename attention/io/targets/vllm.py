@@ -52,7 +52,12 @@ from attention.io.targets._pairs import (
     written_out,
 )
 from attention.io.targets._wide import holding_wide, lowering_wide
-from attention.modeling.model_classes import has_foreign_counts, family_fields, plan_of, plan_of_config
+from attention.modeling.model_classes import (
+    family_fields,
+    has_foreign_counts,
+    plan_of,
+    plan_of_config,
+)
 from attention.plan import AttentionPlan
 
 _DECI = "nemotron-nas"
