@@ -36,12 +36,15 @@ MAP_NAMES = ("key_map", "value_map")
 
 
 def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
-    """Raise PlanError unless the plan has the geometry's layers, query heads and head dim."""
+    """Raise PlanError unless the plan has the geometry's layers, query heads and head dim.
+
+    A plan may leave out the layers that it does not change.
+    """
     for name, got, expected in (
         ("layers", plan.num_layers, geometry.num_layers),
         ("query heads per layer", plan.num_heads, geometry.num_heads),
         ("head_dim", plan.head_dim, geometry.head_dim),
-        ("other_layers", plan.other_layers, geometry.other_layers),
+        ("other_layers", plan.other_layers or geometry.other_layers, geometry.other_layers),
     ):
         if got != expected:
             raise PlanError(
@@ -156,7 +159,9 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
     Raises:
         PlanError: If the plan does not fit the checkpoint.
     """
-    check_fits(plan, geometry_of(config))
+    geometry = geometry_of(config)
+    check_fits(plan, geometry)
+    plan = replace(plan, other_layers=geometry.other_layers)
     if plan.composition is not None and (window := window_of(config)):
         raise PlanError(
             f"layers of this {family_of(config).name} keep a window of {window} tokens, and "
