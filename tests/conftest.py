@@ -84,6 +84,12 @@ LONGROPE = {
 }
 
 
+def _gemma4(num_hidden_layers: int, **settings: Any) -> Gemma4TextConfig:
+    """So many layers with a window, which are converted, and after each of them one with full attention."""
+    kinds = ["sliding_attention", "full_attention"] * num_hidden_layers
+    return Gemma4TextConfig(**{"layer_types": kinds} | settings, num_hidden_layers=2 * num_hidden_layers)
+
+
 # Config class, and what differs from TINY_SETTINGS; None drops a setting that the family does not have.
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (GemmaConfig, {"hidden_size": 24}),  # so that the head dim is not the width over the heads
@@ -97,10 +103,9 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
         {"hidden_size": 24, "sliding_window": 10, "query_pre_attn_scalar": 4, "final_logit_softcapping": 5.0}
         | {"sliding_window_pattern": 2},
     ),
-    "gemma4_text": (  # of four layers two with a window, which are converted
-        Gemma4TextConfig,
-        {"hidden_size": 24, "sliding_window": 10, "final_logit_softcapping": 5.0, "num_hidden_layers": 4}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16}
+    "gemma4_text": (
+        _gemma4,
+        {"hidden_size": 24, "sliding_window": 10, "final_logit_softcapping": 5.0, "global_head_dim": 16}
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
         | {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 6},
     ),

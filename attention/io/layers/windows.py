@@ -162,10 +162,17 @@ def check_windows(config: PretrainedConfig) -> None:
 
 def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> PretrainedConfig:
     """Return the config of a model of layer `layer` alone, with `vocabulary` token ids."""
-    one = copy.deepcopy(config)
+    geometry = geometry_of(config)
+    one: Any = copy.deepcopy(config)
+    index = layer
+    if geometry.decoder_layers is not None:
+        index = geometry.decoder_layers[layer]
+        one.per_layer_config = None
+        one.num_key_value_heads = geometry.num_kv_heads
+        one.head_dim = geometry.head_dim
     for name in PER_LAYER:
         if entries := getattr(config, name, None):
-            setattr(one, name, [entries[layer]])
+            setattr(one, name, [entries[index]])
     if (
         dense := getattr(config, "mlp_only_layers", None)
     ) is not None:  # Qwen's mixtures of experts
