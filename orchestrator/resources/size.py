@@ -79,10 +79,9 @@ class Size:
         number = (
             getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         )
-        used = getattr(config, "num_experts_per_tok", None) or getattr(
-            config, "top_k_experts", None
-        )
-        active = layer - experts + experts * (used or 1) // number
+        names = ("num_experts_per_tok", "top_k_experts")
+        used = next((count for name in names if (count := getattr(config, name, None))), 1)
+        active = layer - experts + experts * used // number
         embedding = cast(torch.Tensor, model.get_input_embeddings().weight).numel()
         layers = geometry_of(config).num_layers
         outer = _numbers(model) - layer - (embedding if config.tie_word_embeddings else 0)
