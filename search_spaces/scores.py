@@ -111,12 +111,14 @@ class LayerOutputScore:
                 "each head's own; use another objective, such as least_squares or model"
             )
         rotary = norms = module = None
+        value_norm: Norm | None = None
         if site.model is not None:
             rotary = rotary_tables(site.model, length, site.layer) if geometry.rotary.dims else None
-            module = family_of(site.model.config).attention_modules(site.model)[site.layer]
-            norms = _norms(module) if geometry.qk_norm else None
+            stock: Any = family_of(site.model.config).attention_modules(site.model)[site.layer]
+            module = stock
+            norms = _norms(stock) if geometry.qk_norm else None
+            value_norm = stock.v_norm if geometry.value_norm else None
         query_norm, key_norm = norms or (None, None)
-        value_norm = module.v_norm if geometry.value_norm else None
         return cls(
             site.heads,
             inputs,
