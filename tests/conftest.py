@@ -87,7 +87,8 @@ LONGROPE = {
 def _gemma4(num_hidden_layers: int, **settings: Any) -> Gemma4TextConfig:
     """So many layers with a window, which are converted, and after each of them one with full attention."""
     kinds = ["sliding_attention", "full_attention"] * num_hidden_layers
-    return Gemma4TextConfig(**{"layer_types": kinds} | settings, num_hidden_layers=2 * num_hidden_layers)
+    own = {"layer_types": kinds, "vocab_size_per_layer_input": settings["vocab_size"]} | settings
+    return Gemma4TextConfig(**own, num_hidden_layers=2 * num_hidden_layers)
 
 
 # Config class, and what differs from TINY_SETTINGS; None drops a setting that the family does not have.
@@ -107,7 +108,7 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
         _gemma4,
         {"hidden_size": 24, "sliding_window": 10, "final_logit_softcapping": 5.0, "global_head_dim": 16}
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
-        | {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 6},
+        | {"hidden_size_per_layer_input": 6},
     ),
     "gpt_oss": (
         GptOssConfig,
