@@ -6,7 +6,7 @@ What a format does to keys and values is computed by `attention.modeling.rounded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict
 
 from attention.base.text import number
@@ -145,13 +145,24 @@ class CachePair:
         Raises:
             CacheFormatError: For heads that are no whole number of blocks.
         """
-        composed = plan.kv_bytes_per_token("float16") - (
+        composed = replace(plan, other_layers=()).kv_bytes_per_token("float16") - (
             REFERENCE_BYTES * plan.kv_heads * plan.head_dim
         )
-        return composed + sum(
+        return (composed + self.bytes_of(plan.other_layers)) + sum(
             layer.key_heads * self.keys.head_bytes(layer.key_width * plan.head_dim)
             + layer.value_heads * self.values.head_bytes(layer.value_width * plan.head_dim)
             for layer in plan.layers
+        )
+
+    def bytes_of(self, layers: Sequence[tuple[int, int]]) -> int:
+        """Return the bytes per token of layers of so many KV heads and such a head dim each.
+
+        Raises:
+            CacheFormatError: As `bytes_per_token`.
+        """
+        return sum(
+            heads * (self.keys.head_bytes(head_dim) + self.values.head_bytes(head_dim))
+            for heads, head_dim in layers
         )
 
     def flags(self, engine: str) -> str:

@@ -69,9 +69,13 @@ class HeadGeometry:
         qk_norm: Queries and keys are normalised after projection.
         whole_norm: The norm is over all heads of a layer together, not over each head.
         centred_norm: The mean is subtracted first, as by a layer norm.
+        value_norm: Values of each head are divided by their root mean square after projection.
         rotary_layers: For each layer whether it rotates at all; None if all do.
         pads_queries: A stock checkpoint may have more query heads than the model, so that zero
             query heads can make up groups of unequal size (`attention.io.targets._pairs`).
+        decoder_layers: Indices of the decoder layers that `num_layers` counts, where others are
+            converted with no plan: their attention is the stock one. None if all are counted.
+        other_layers: KV heads and head dim of each of the others that has a cache.
     """
 
     family: str
@@ -92,6 +96,9 @@ class HeadGeometry:
     centred_norm: bool = False
     rotary_layers: tuple[bool, ...] | None = None
     pads_queries: bool = True
+    value_norm: bool = False
+    decoder_layers: tuple[int, ...] | None = None
+    other_layers: tuple[tuple[int, int], ...] = ()
 
     @property
     def keeps_signs(self) -> bool:

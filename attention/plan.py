@@ -51,6 +51,8 @@ class AttentionPlan:
         value_shares: The same of the value projection.
         output_shares: Shares of the head's columns of the output projection, which `shares` leaves
             to the layer.
+        other_layers: KV heads and head dim of each decoder layer with a cache that the plan does
+            not change (`HeadGeometry.other_layers`).
     """
 
     layers: tuple[LayerPlan, ...]
@@ -62,12 +64,19 @@ class AttentionPlan:
     key_shares: tuple[HeadShare, ...] = ()
     value_shares: tuple[HeadShare, ...] = ()
     output_shares: tuple[HeadShare, ...] = ()
+    other_layers: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("a plan needs at least one layer, got none")
         if type(self.head_dim) is not int or self.head_dim < 1:
             raise PlanError(f"head_dim must be a positive integer, got {shortened(self.head_dim)}")
+        for entry in self.other_layers:
+            if len(entry) != 2 or not all(type(number) is int and number > 0 for number in entry):
+                raise PlanError(
+                    f"other_layers must be pairs of a number of KV heads and a head dim, got "
+                    f"{shortened(entry)}"
+                )
         heads = self.layers[0].num_heads
         for index, layer in enumerate(self.layers):
             if layer.num_heads != heads:
@@ -173,6 +182,8 @@ class AttentionPlan:
     def kv_bytes_per_token(self, dtype: Any = "bfloat16") -> int:
         """Return the bytes per token of the KV cache, with the key-side weights of composition.
 
+        The layers that the plan does not change are included.
+
         Args:
             dtype: A torch dtype or its name.
         """
@@ -184,7 +195,12 @@ class AttentionPlan:
             if self.composition
             else 0
         )
-        return (self.kv_heads * self.head_dim + composed) * BYTES[name]
+        return (self.kv_heads * self.head_dim + composed + self.other_numbers) * BYTES[name]
+
+    @property
+    def other_numbers(self) -> int:
+        """Numbers per token in the cache of the layers that the plan does not change."""
+        return sum(2 * heads * head_dim for heads, head_dim in self.other_layers)
 
     @property
     def is_uniform_gqa(self) -> bool:
@@ -213,6 +229,8 @@ class AttentionPlan:
         }
         # Empty fields except `shares` are left out, so that the digests of older plans do not
         # change
+        others = [list(entry) for entry in self.other_layers]
+        record |= {"other_layers": others} if others else {}
         return record | {
             n: [asdict(share) for share in shares] for n in SHARES if (shares := getattr(self, n))
         }
@@ -243,7 +261,8 @@ class AttentionPlan:
             raise PlanError(
                 f"a plan must be a JSON object with format {_FORMAT}, got {shortened(form)}"
             )
-        unknown = sorted(set(values) - {"format", "head_dim", "layers", "composition", *SHARES})
+        fields_of_plan = {"format", "head_dim", "layers", "composition", "other_layers", *SHARES}
+        unknown = sorted(set(values) - fields_of_plan)
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}")
         missing = [name for name in ("layers", "head_dim") if name not in values]
@@ -261,7 +280,17 @@ class AttentionPlan:
         }
         composed = values.get("composition")
         composition = None if composed is None else _built(Composition, composed, "composition")
-        return cls(layers, values["head_dim"], composition=composition, **shares)
+        others = tuple(
+            tuple(cast(list[int], entry)) if isinstance(entry, list) else ()
+            for entry in _listed(values, "other_layers")
+        )
+        return cls(
+            layers,
+            values["head_dim"],
+            composition=composition,
+            other_layers=cast(tuple[tuple[int, int], ...], others),
+            **shares,
+        )
 
     @property
     def digest(self) -> str:

@@ -113,7 +113,9 @@ def amount(ratio: float, unit: str, geometry: HeadGeometry, dtype: Any) -> str:
     """
     if unit == "heads":
         return f"{ratio * geometry.num_kv_heads:.4g}"
-    return f"{round(ratio * own_bytes(geometry, dtype)):,}" if unit == "bytes" else percent(ratio)
+    if unit != "bytes":
+        return percent(ratio)
+    return f"{bytes_of_ratio(ratio, geometry, BYTES[str(dtype).removeprefix('torch.')]):,}"
 
 
 def ceiling_note(
@@ -139,7 +141,30 @@ def own_bytes(geometry: HeadGeometry, dtype: Any) -> int:
         geometry: That of the checkpoint.
         dtype: Of the cache, a torch dtype or its name.
     """
-    return own_heads(geometry) * geometry.head_dim * BYTES[str(dtype).removeprefix("torch.")]
+    return bytes_of_ratio(1.0, geometry, BYTES[str(dtype).removeprefix("torch.")])
+
+
+def bytes_of_ratio(ratio: float, geometry: HeadGeometry, itemsize: int) -> int:
+    """Return the bytes per token of a share of the checkpoint's own heads.
+
+    Layers that are not converted count whole.
+
+    Args:
+        ratio: The share.
+        geometry: That of the checkpoint.
+        itemsize: Bytes of a number of the cache.
+    """
+    converted = round(own_heads(geometry) * geometry.head_dim * itemsize * ratio)
+    return converted + itemsize * sum(2 * heads * dim for heads, dim in geometry.other_layers)
+
+
+def ratio_of_bytes(size: float, geometry: HeadGeometry, dtype: Any) -> float:
+    """Return the share of the checkpoint's own heads that takes `size` bytes per token.
+
+    It is below 0 where the layers that are not converted take more.
+    """
+    fixed = bytes_of_ratio(0.0, geometry, BYTES[str(dtype).removeprefix("torch.")])
+    return (size - fixed) / (own_bytes(geometry, dtype) - fixed)
 
 
 def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
@@ -155,6 +180,8 @@ def own_cache(geometry: HeadGeometry, dtype: Any = None) -> str:
         f"the checkpoint has {heads} KV head{'s' * (heads > 1)} per layer{shared}, "
         f"{geometry.num_layers} layers"
     )
+    if others := len(geometry.other_layers):
+        words += f" that are converted and {others} that are not"
     name = str(dtype).removeprefix("torch.")
     if name in BYTES:
         words += f", {own_bytes(geometry, name):,} KV bytes per token in {name}"

@@ -27,6 +27,7 @@ NAMES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "gemma": [("Gemma", {})],
     "gemma2": [("Gemma 2", {})],
     "gemma3_text": [("Gemma 3 text", {})],
+    "gemma4_text": [("Gemma 4 text", {})],
     "phi": [("Phi 1 to 2", {})],
     "phi3": [("Phi-3, Phi-4", {})],
     "gpt_oss": [("gpt-oss", {})],
@@ -80,9 +81,13 @@ def held(config: Any, names: tuple[str, ...]) -> str:
 def row(config: Any) -> tuple[str, ...]:
     """Describe a family: how keys are fused, whether layer by layer, and what each engine supports."""
     geometry = geometry_of(config)
-    check_windows(config)
+    layerwise = "yes"
+    try:
+        check_windows(config)
+    except ValueError:
+        layerwise = "no"
     keys = _keys(geometry)
-    return (keys, "yes", *(held(config, names) for names in ENGINES.values()))
+    return (keys, layerwise, *(held(config, names) for names in ENGINES.values()))
 
 
 def _keys(geometry: HeadGeometry) -> str:

@@ -47,6 +47,7 @@ class LayerOutputScore:
         rotary: The tables (cos, sin), `[T, r]`.
         query_norm: Acts on `[..., d]` after the projection.
         key_norm: Acts on `[..., d]` after the projection.
+        value_norm: The same of values.
         module: The stock attention, which knows the scale of the scores, a soft cap and a window.
         sides: What is pooled: keys, values or both.
     """
@@ -59,6 +60,7 @@ class LayerOutputScore:
     rotary: tuple[Tensor, Tensor] | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    value_norm: Norm | None = None
     module: Any = None
     cache_bytes: int = CACHE_BYTES
     _effects: OrderedDict[tuple[int, ...], Tensor] = field(
@@ -68,8 +70,8 @@ class LayerOutputScore:
     @torch.no_grad()
     def __post_init__(self) -> None:
         self._q = self._rotated(self._project(self.heads.q, self.heads.q_bias), self.query_norm)
-        # Keys are stored before norm and rotation: the mean of weights is the mean of these, not of
-        # later values.
+        # Keys and values are stored before norm and rotation: the mean of weights is the mean of
+        # these, not of later values.
         self._k = self._project(self.heads.k, self.heads.k_bias)
         self._v = self._project(self.heads.v, self.heads.v_bias)
         everything = list(range(self.heads.num_heads))
@@ -109,10 +111,13 @@ class LayerOutputScore:
                 "each head's own; use another objective, such as least_squares or model"
             )
         rotary = norms = module = None
+        value_norm: Norm | None = None
         if site.model is not None:
             rotary = rotary_tables(site.model, length, site.layer) if geometry.rotary.dims else None
-            module = family_of(site.model.config).attention_modules(site.model)[site.layer]
-            norms = _norms(module) if geometry.qk_norm else None
+            stock: Any = family_of(site.model.config).attention_modules(site.model)[site.layer]
+            module = stock
+            norms = _norms(stock) if geometry.qk_norm else None
+            value_norm = stock.v_norm if geometry.value_norm else None
         query_norm, key_norm = norms or (None, None)
         return cls(
             site.heads,
@@ -123,6 +128,7 @@ class LayerOutputScore:
             rotary,
             query_norm,
             key_norm,
+            value_norm,
             module,
         )
 
@@ -212,9 +218,10 @@ class LayerOutputScore:
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
         """Return what the query heads `members` read from these keys and values, `[g, S, T, d]`.
 
-        The keys are rotated.
+        The keys are rotated, the values have not passed their norm.
         """
         q_gSTd = self._q[members]
+        v_gSTd = v_gSTd if self.value_norm is None else self.value_norm(v_gSTd)
         sinks = self.heads.sinks
         scaling = getattr(self.module, "scaling", None)
         softcap = getattr(self.module, "attn_logit_softcapping", None)

@@ -85,4 +85,4 @@ def plan_of_sites(
         layers.append(
             LayerPlan.from_groups(keys, values, geometry.num_heads, (next(wide), next(wide)))
         )
-    return AttentionPlan(tuple(layers), geometry.head_dim)
+    return AttentionPlan(tuple(layers), geometry.head_dim, other_layers=geometry.other_layers)

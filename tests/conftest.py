@@ -32,6 +32,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
     GPT2Config,
@@ -83,6 +84,13 @@ LONGROPE = {
 }
 
 
+def _gemma4(num_hidden_layers: int, **settings: Any) -> Gemma4TextConfig:
+    """So many layers with a window, which are converted, and after each of them one with full attention."""
+    kinds = ["sliding_attention", "full_attention"] * num_hidden_layers
+    own = {"layer_types": kinds, "vocab_size_per_layer_input": settings["vocab_size"]} | settings
+    return Gemma4TextConfig(**own, num_hidden_layers=2 * num_hidden_layers)
+
+
 # Config class, and what differs from TINY_SETTINGS; None drops a setting that the family does not have.
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (GemmaConfig, {"hidden_size": 24}),  # so that the head dim is not the width over the heads
@@ -95,6 +103,12 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
         Gemma3TextConfig,
         {"hidden_size": 24, "sliding_window": 10, "query_pre_attn_scalar": 4, "final_logit_softcapping": 5.0}
         | {"sliding_window_pattern": 2},
+    ),
+    "gemma4_text": (
+        _gemma4,
+        {"hidden_size": 24, "sliding_window": 10, "final_logit_softcapping": 5.0, "global_head_dim": 16}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+        | {"hidden_size_per_layer_input": 6},
     ),
     "gpt_oss": (
         GptOssConfig,

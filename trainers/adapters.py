@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attention.families import family_of
 from attention.modeling.composition import compositions
+from attention.modeling.running import layer_of
 from attention.modeling.shared_weights import SharedProjection, sharing_modules
 
 _NAME = "default"  # peft's name of the one adapter
@@ -43,16 +44,13 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Module]:
         ValueError: If there is no such projection, or one of a kind whose adapter could not be
             merged.
     """
-    attention = {id(module) for module in family_of(model.config).attention_modules(model)}
-    layers = [
-        name.rpartition(".")[0] + "."
-        for name, module in model.named_modules()
-        if id(module) in attention
-    ]
+    first = layer_of(model, family_of(model.config).attention_modules(model)[0])
+    path = next(name for name, module in model.named_modules() if module is first)
+    layers = path.rpartition(".")[0] + "."
     shared = sharing_modules(model)
     projections = {}
     for name, module in model.named_modules():
-        if not name.startswith(tuple(layers)) or name in shared:
+        if not name.startswith(layers) or name in shared:
             continue
         if type(module) in (nn.Linear, Conv1D):
             projections[name] = module

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from attention.calibration.moments import BAND, LayerStatistics, packed
@@ -177,12 +178,16 @@ def calibration_attention(
         key: As many heads as the checkpoint stores.
         value: As many heads as the checkpoint stores.
         attention_mask: Additive, `[B, 1, T, S]`.
-        dropout: Ignored.
+        dropout: Of layers that are not collected; others ignore it.
         scaling: Factor of the scores.
         softcap: Soft cap of the scores, or None.
         s_aux: Sinks, or None.
         **kwargs: Ignored.
     """
+    if module not in _collectors:  # of a layer that the plan does not change
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
     key, value = (
         _to_query_heads(module, states, name)
         for states, name in ((key, "key_map"), (value, "value_map"))

@@ -48,6 +48,7 @@ class Family:
 
     Attributes:
         pads_queries: As in `HeadGeometry`.
+        reads_layer_config: Its stock classes and `geometry` read `per_layer_config` of the config.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Family:
     separate: Callable[[nn.Module, HeadGeometry, LayerPlan], None] | None = None
     key_norm: Callable[[Any, HeadGeometry, LayerPlan], None] | None = None
     pads_queries: bool = True
+    reads_layer_config: bool = False
 
 
 @cache

@@ -365,7 +365,9 @@ def _check_fields(fields: Mapping[str, Any], source: str | Path, trust_remote_co
             "made from; if it is one of these under another name, set model_type in config.json "
             "and remove auto_map"
         )
-    layers = fields.get("per_layer_config") or {}
+    known = families().get(kind.removeprefix(TYPE_PREFIX))
+    read_as_is = known is not None and known.reads_layer_config
+    layers = {} if read_as_is else fields.get("per_layer_config") or {}
     differing: dict[str, list[str]] = {}
     for layer, settings in layers.items() if isinstance(layers, Mapping) else ():
         for name, value in settings.items():

@@ -133,7 +133,7 @@ def export(
         kv_bytes_per_token_after=support.bytes_per_token(cached),
         kv_bytes_per_token_original=None
         if original is None
-        else round(original * plan.head_dim * DTYPES[cached].itemsize),
+        else DTYPES[cached].itemsize * (round(original * plan.head_dim) + plan.other_numbers),
         zero_query_heads=support.zero_query_heads(plan),
         extra_attention=support.extra_attention(plan),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,9 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
     passes `rope_parameters` to transformers 4 itself.
     """
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]} if fields.get("dtype") else {}
+    if str(fields.get("model_type")).endswith("gemma4_text"):
+        # Transformers 4 has no such class; published files name what layers without a window have.
+        return older | _without_window(fields.get("per_layer_config") or {})
     rope = fields.get("rope_parameters")
     if rope and "sliding_attention" in rope:  # Gemma 3: one embedding for each kind of layer
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -121,6 +125,13 @@ def older_form(fields: dict[str, Any]) -> dict[str, Any]:
     else:
         names = ("rope_theta", "partial_rotary_factor")
     return older | {names[0]: rope["rope_theta"]} | ({names[1]: part} if part is not None else {})
+
+
+def _without_window(layers: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return Gemma 4's fields for the layers that `per_layer_config` sets apart."""
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    first = next(iter(layers.values()), {})
+    return {names[name]: value for name, value in first.items() if name in names}
 
 
 def _scaling(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | None:

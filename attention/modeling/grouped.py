@@ -73,6 +73,10 @@ def grouped_attention(
     Returns:
         `[B, T, H, d]`, d times their width where value heads are wide, and None for the weights.
     """
+    if not hasattr(module, "head_maps"):  # of a layer that the plan does not change
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
     maps: HeadMaps = module.head_maps  # type: ignore[assignment]
     if composed_input is not None:
         output = composed_attention(

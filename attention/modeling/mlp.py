@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.families import geometry_of
 from attention.modeling.shared_weights import SharedProjection
 
 LAYOUTS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -57,20 +58,22 @@ class MlpWeights:
 
 
 def mlp_sites(model: PreTrainedModel) -> list[MlpSite]:
-    """Return the MLP of every layer.
+    """Return the MLP of every layer that a plan of the model has.
 
     Raises:
         ValueError: For a family whose MLP is not made of linear layers (GPT-2).
     """
     decoder: Any = model.get_decoder()
     sites = []
-    for layer in getattr(decoder, "layers", ()):
+    layers = getattr(decoder, "layers", ())
+    indices = geometry_of(model.config).decoder_layers or range(len(layers))
+    for layer in (layers[index] for index in indices):
         module = getattr(layer, "mlp", layer)
         for inputs, output in LAYOUTS:
             parts = [getattr(module, name, None) for name in (*inputs, output)]
             if all(isinstance(projection, nn.Linear | SharedProjection) for projection in parts):
                 sites.append(MlpSite(module, inputs, output))
-    if len(sites) != model.config.num_hidden_layers:
+    if len(sites) != geometry_of(model.config).num_layers:
         raise ValueError(
             f"the MLPs of {model.config.model_type} cannot be shared: expected linear projections "
             f"called one of "

@@ -36,16 +36,26 @@ MAP_NAMES = ("key_map", "value_map")
 
 
 def check_fits(plan: AttentionPlan, geometry: HeadGeometry) -> None:
-    """Raise PlanError unless the plan has the geometry's layers, query heads and head dim."""
+    """Raise PlanError unless the plan has the geometry's layers, query heads and head dim.
+
+    A plan may leave out the layers that it does not change.
+    """
     for name, got, expected in (
         ("layers", plan.num_layers, geometry.num_layers),
         ("query heads per layer", plan.num_heads, geometry.num_heads),
         ("head_dim", plan.head_dim, geometry.head_dim),
+        ("other_layers", plan.other_layers or geometry.other_layers, geometry.other_layers),
     ):
         if got != expected:
             raise PlanError(
                 f"the plan has {got} {name}, the checkpoint ({geometry.family}) has {expected}"
             )
+    if geometry.value_norm and plan.is_wide:
+        raise PlanError(
+            f"values of this {geometry.family} pass a norm after their projection, which wider "
+            f"heads would change: expected key_width and value_width 1, got "
+            f"{max(layer.widths for layer in plan.layers)}; choose a recipe with width=1"
+        )
     if geometry.qk_norm and any(layer.key_width > 1 for layer in plan.layers):
         raise PlanError(
             f"queries and keys of this {geometry.family} pass a norm after their projection, which "
@@ -149,7 +159,9 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
     Raises:
         PlanError: If the plan does not fit the checkpoint.
     """
-    check_fits(plan, geometry_of(config))
+    geometry = geometry_of(config)
+    check_fits(plan, geometry)
+    plan = replace(plan, other_layers=geometry.other_layers)
     if plan.composition is not None and (window := window_of(config)):
         raise PlanError(
             f"layers of this {family_of(config).name} keep a window of {window} tokens, and "
@@ -185,14 +197,23 @@ def plan_of_config(config: PretrainedConfig) -> AttentionPlan:
             f"a config of model type {config.model_type} needs its attention_plan, which is not "
             f"there"
         )
-    if getattr(config, "is_heterogeneous", False):
+    if has_foreign_counts(config):
         counts = [layer.num_key_value_heads for layer in config.per_layer_config]
         geometry = geometry_of(with_kv_heads(config, max(counts)))
     else:
         geometry = geometry_of(config)
         counts = [geometry.num_kv_heads] * geometry.num_layers
     maps = [replace(geometry, num_kv_heads=count).kv_map for count in counts]
-    return AttentionPlan(tuple(LayerPlan(one, one) for one in maps), geometry.head_dim)
+    return AttentionPlan(
+        tuple(LayerPlan(one, one) for one in maps),
+        geometry.head_dim,
+        other_layers=geometry.other_layers,
+    )
+
+
+def has_foreign_counts(config: PretrainedConfig) -> bool:
+    """Whether a config has settings per layer that its family's own classes do not read."""
+    return getattr(config, "is_heterogeneous", False) and not family_of(config).reads_layer_config
 
 
 def with_kv_heads(config: PretrainedConfig, count: int) -> PretrainedConfig:
@@ -211,7 +232,7 @@ def one_form(config: PretrainedConfig) -> PretrainedConfig:
     Raises:
         ValueError: For a family whose layers cannot be read so.
     """
-    if not getattr(config, "is_heterogeneous", False):
+    if not has_foreign_counts(config):
         return config
     family = family_of(config)
     if family.plain_config(with_kv_heads(config, 1), 1) is None or family.separate is not None:

@@ -31,8 +31,10 @@ def rotary_tables(model: PreTrainedModel, length: int, layer: int = 0) -> tuple[
         )
     positions = torch.arange(length, device=model.device)[None]
     # Gemma 3 has an embedding for each kind of layer.
+    indices = geometry_of(model.config).decoder_layers
+    index = layer if indices is None else indices[layer]
     kind = (
-        {"layer_type": model.config.layer_types[layer]} if hasattr(embedding, "layer_types") else {}
+        {"layer_type": model.config.layer_types[index]} if hasattr(embedding, "layer_types") else {}
     )
     cos, sin = embedding(
         torch.zeros(1, dtype=torch.float32, device=model.device), positions, **kind

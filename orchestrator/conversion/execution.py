@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -134,4 +134,5 @@ def relaxation_start(
         align, LiftedHeads(model), plan, calibration, geometry, recipe.knobs("alignment")
     )
     whole = AttentionPlan.identity(geometry.num_layers, geometry.num_heads, geometry.head_dim)
+    whole = replace(whole, other_layers=geometry.other_layers)
     return assemble(model, whole, heads, share=True)

@@ -26,10 +26,10 @@ from attention.ratios import (
     UNITS,
     amount,
     ceiling_note,
-    own_bytes,
     own_cache,
     own_heads,
     ratio_of,
+    ratio_of_bytes,
     ratio_of_kv_heads,
 )
 from orchestrator import checkpoints
@@ -154,19 +154,24 @@ def _ratios_of_bytes(
     source = checkpoints.open_checkpoint(model, key, weights=False)
     geometry = source.geometry
     dtype = checkpoints.written_dtype(source, dtype)
-    checkpoint_bytes = own_bytes(geometry, dtype)
 
     def share(part: str) -> float:
         size = re.fullmatch(r"([0-9.]+) ?(B|KiB|MiB|)", part)
         if size is None or (not size[2] and float(size[1]) <= 1):
             return parse_share(part)
-        return float(size[1]) * BYTES_OF[size[2]] / checkpoint_bytes
+        ratio = ratio_of_bytes(float(size[1]) * BYTES_OF[size[2]], geometry, dtype)
+        if ratio <= 0 < float(size[1]):
+            raise ConfigError(
+                f"kv_bytes: got {part!r}, and the layers that are not converted take more; "
+                f"{own_cache(geometry, dtype)}: give more"
+            )
+        return ratio
 
     example = "a share like 0.5 or 50%, or bytes per token like 24KiB or 24576"
     ratios = parse_list(text, share, "kv_bytes", example)
     if (largest := max(ratios)) >= 1:
         raise ConfigError(
-            f"kv_bytes: got {text!r}, {round(largest * checkpoint_bytes):,} bytes per token; "
+            f"kv_bytes: got {text!r}, {amount(largest, 'bytes', geometry, dtype)} bytes per token; "
             f"{own_cache(geometry, dtype)}: give less"
         )
     return ratios

@@ -8,7 +8,7 @@ the machine that it was made on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,8 @@ def _plans(folder: Path) -> dict[str, AttentionPlan]:
     if not heads or heads != each or plan.num_heads % heads:
         return {"this model": plan}
     groups = tuple(head * heads // plan.num_heads for head in range(plan.num_heads))
-    original = AttentionPlan((LayerPlan(groups, groups),) * plan.num_layers, plan.head_dim)
+    original = replace(plan.unshared, layers=(LayerPlan(groups, groups),) * plan.num_layers)
+    original = replace(original, composition=None)
     return {"this model": plan, "original": original}
 
 

@@ -11,7 +11,7 @@ import torch
 from attention.base.memory import memory_now
 from attention.base.text import gib
 from attention.base.timing import duration
-from attention.ratios import own_heads, percent
+from attention.ratios import bytes_of_ratio, own_heads, percent
 from attention.tensor_parallel import RankCache
 from orchestrator.resources.accelerators import conversion_rate, memory_of
 from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
@@ -179,12 +179,11 @@ class ConversionEstimate:
         projections = own_heads(g) * g.head_dim * g.hidden_size
         parameters_left = size.total - projections + round(projections * conversion.kv_ratio)
         parameters_left += g.num_layers * conversion.added
-        original = own_heads(g) * g.head_dim * written
         return cls(
             kv_ratio=conversion.kv_ratio,
             kv_ratio_asked=conversion.kv_ratio if requested_ratio is None else requested_ratio,
-            kv_bytes_per_token=round(original * conversion.kv_ratio),
-            kv_bytes_per_token_original=original,
+            kv_bytes_per_token=bytes_of_ratio(conversion.kv_ratio, g, written),
+            kv_bytes_per_token_original=bytes_of_ratio(1.0, g, written),
             parameters=size.total,
             resident=base + READ + resident_peak(conversion, size, width, gpu_memory),
             layerwise=max(stages.values()),

@@ -8,6 +8,8 @@ from typing import Any
 
 from attention.geometry import HeadGeometry
 from attention.io.targets import EngineSupport
+from attention.plan import BYTES
+from attention.ratios import bytes_of_ratio
 from attention.tensor_parallel import RankCache
 from search_spaces.planning.widths import with_width
 from search_spaces.recipes.recipe import Recipe
@@ -40,12 +42,15 @@ def estimate_ranks(
     count = kv_ratio * g.num_kv_heads / width
     layers = (g.num_layers, g.head_dim * width)
     original = EngineSupport.of([g.num_kv_heads] * g.num_layers, g.head_dim)
+    original = replace(original, other_layers=g.other_layers)
     if recipe.allocation in EQUAL_COUNTS and (width == 1 or recipe.together):
         support = EngineSupport.of([round(count)] * layers[0], layers[1])
+        support = replace(support, other_layers=g.other_layers)
         return support.rank_cache(ranks, dtype, original, g.num_heads)
-    least = EngineSupport.of([1] * layers[0], layers[1]).bytes_per_token(dtype)
+    fewest = EngineSupport.of([1] * layers[0], layers[1])
+    least = replace(fewest, other_layers=g.other_layers).bytes_per_token(dtype)
     bound = original.rank_cache(ranks, dtype, original, g.num_heads)
-    whole = round(original.bytes_per_token(dtype) * kv_ratio)
+    whole = bytes_of_ratio(kv_ratio, g, BYTES[str(dtype).removeprefix("torch.")])
     return replace(
         bound,
         kv_bytes_per_token_per_gpu=max(least, math.ceil(whole / ranks)),

@@ -81,17 +81,17 @@ class Size:
         number = (
             getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         )
-        active = layer - experts + experts * getattr(config, "num_experts_per_tok", 1) // number
+        names = ("num_experts_per_tok", "top_k_experts")
+        used = next((count for name in names if (count := getattr(config, name, None))), 1)
+        active = layer - experts + experts * used // number
         embedding = cast(torch.Tensor, model.get_input_embeddings().weight).numel()
+        layers = geometry_of(config).num_layers
         outer = _numbers(model) - layer - (embedding if config.tie_word_embeddings else 0)
-        return cls(
-            attention,
-            layer,
-            active,
-            embedding,
-            outer,
-            outer + layer * geometry_of(config).num_layers,
-        )
+        if geometry_of(config).decoder_layers is not None:  # with layers that are not converted
+            with torch.device("meta"):
+                outer = _numbers(empty(config, torch.float32, torch.device("meta")))
+            outer -= layers * layer
+        return cls(attention, layer, active, embedding, outer, outer + layers * layer)
 
 
 @dataclass(frozen=True)

@@ -118,4 +118,8 @@ def divisors(count: int) -> list[int]:
 def equal_plan(geometry: HeadGeometry, heads: int) -> AttentionPlan:
     """Return the plan of `heads` groups of neighbouring stored heads, in every layer."""
     groups = tuple(unit * heads // geometry.num_kv_heads for unit in geometry.kv_map)
-    return AttentionPlan((LayerPlan(groups, groups),) * geometry.num_layers, geometry.head_dim)
+    return AttentionPlan(
+        (LayerPlan(groups, groups),) * geometry.num_layers,
+        geometry.head_dim,
+        other_layers=geometry.other_layers,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from attention.base.messages import one_of
 from attention.cache_formats import (
-    REFERENCE_BYTES,
     VLLM,
     CacheFormatError,
     FormatRecord,
@@ -140,6 +139,7 @@ def _rank_cache(
         each = heads / (2 * opened.plan.num_layers)
         if each.is_integer():
             original = EngineSupport.of([int(each)] * opened.plan.num_layers, support.head_dim)
+            original = replace(original, other_layers=support.other_layers)
     try:
         return support.rank_cache(ranks, cache_dtype(dtype), original, opened.plan.num_heads)
     except RankLayoutError as error:
@@ -161,13 +161,12 @@ def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> Forma
             f"{chosen.name} is read by {', '.join(chosen.engines)}"
         )
     support = chosen.held(opened.config, opened.plan)
-    heads = sum(support.key_heads) + sum(support.value_heads)
     try:
         record = format_record(pair, opened.plan)
         held_bytes = support.bytes_in(pair)
     except CacheFormatError as error:
         raise ConfigError(f"cache_format: {error}") from None
-    share = held_bytes / (heads * support.head_dim * REFERENCE_BYTES)
+    share = held_bytes / replace(support, others=0).bytes_per_token("float16")
     return {**record, "kv_bytes_per_token": held_bytes, "share": share}
 
 

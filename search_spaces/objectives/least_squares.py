@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 
 from attention.calibration.moments import LayerStatistics
-from attention.conversion.fusion.costs import Cost, KeyCost, ValueCost
+from attention.conversion.fusion.costs import Cost, KeyCost, ValueCost, with_unit_values
 from attention.conversion.fusion.estimates import LeadingValueCost, PooledValueCost
+from attention.heads import LayerHeads
 from search_spaces.axes import OBJECTIVE
 from search_spaces.costs import GroupCost, Members
 from search_spaces.site import Site
@@ -32,7 +33,8 @@ OFTEN = 4  # the size of most groups
 def least_squares(site: Site) -> GroupCost:
     """Return what least-squares fusion of the group loses of attention logits or output.
 
-    They are logits for keys and outputs for values.
+    They are logits for keys and outputs for values. Values that pass a norm count at a root mean
+    square of 1.
     """
     statistics = site.need_statistics("objective=least_squares")
     width = site.width
@@ -41,21 +43,24 @@ def least_squares(site: Site) -> GroupCost:
     )
     if "value" not in site.by:
         return _group_cost(site, keys)
-    values = ValueCost(site.heads, statistics, width=width)
+    heads = site.heads
+    if site.geometry.value_norm:
+        heads = with_unit_values(heads, statistics)
+    values = ValueCost(heads, statistics, width=width)
     unit = max(map(len, site.units), default=1)
     if values.preparation + _SEARCHED * values.effort(OFTEN * unit) <= DEAR:
         return _group_cost(site, [*keys, values])
-    return _group_cost(site, [*keys, values], estimates=_estimates(site, keys, statistics))
+    return _group_cost(site, [*keys, values], estimates=_estimates(site, keys, heads, statistics))
 
 
 def _estimates(
-    site: Site, keys: Sequence[Cost], statistics: LayerStatistics
+    site: Site, keys: Sequence[Cost], heads: LayerHeads, statistics: LayerStatistics
 ) -> list[Callable[[], GroupCost]]:
     """Makers of two estimates of the cost; each is made once."""
 
     @cache
     def pooled() -> PooledValueCost:
-        return PooledValueCost(site.heads, statistics, width=site.width)
+        return PooledValueCost(heads, statistics, width=site.width)
 
     scales = cache(lambda: _scales([*keys, pooled()]))
 

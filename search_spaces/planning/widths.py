@@ -18,8 +18,11 @@ MOST_DIMS = 256
 
 
 def most_width(geometry: HeadGeometry) -> int:
-    """Return the largest width whose heads the kernels of the engines take."""
-    return max(1, MOST_DIMS // geometry.head_dim)
+    """Return the largest width whose heads the kernels of the engines take.
+
+    1 where values pass a norm, which wider heads would change.
+    """
+    return 1 if geometry.value_norm else max(1, MOST_DIMS // geometry.head_dim)
 
 
 def widest(count: int, geometry: HeadGeometry) -> int:

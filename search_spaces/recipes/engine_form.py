@@ -69,7 +69,9 @@ class EngineForm:
                 )
                 for key_groups, value_groups in both
             ]
-            plan = AttentionPlan(tuple(maps), geometry.head_dim, **more)
+            plan = AttentionPlan(
+                tuple(maps), geometry.head_dim, other_layers=geometry.other_layers, **more
+            )
             try:
                 support = engine_target.held(config, plan)
             except TargetError:

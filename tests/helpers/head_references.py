@@ -49,7 +49,8 @@ def watch(model: PreTrainedModel, tokens: Tensor) -> list[Seen]:
     for module in family_of(model.config).attention_modules(model):
         module.register_forward_pre_hook(keep, with_kwargs=True)
     weights = model(tokens, output_attentions=True, use_cache=False).attentions
-    return [Seen(x, w.double()) for x, w in zip(inputs, weights, strict=True)]
+    of_layers = [weights[index] for index in geometry_of(model.config).decoder_layers or range(len(weights))]
+    return [Seen(x, w.double()) for x, w in zip(inputs, of_layers, strict=True)]
 
 
 def lifted(model: PreTrainedModel) -> list[LayerHeads]:

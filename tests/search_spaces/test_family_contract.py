@@ -35,7 +35,7 @@ Tiny = Callable[..., PreTrainedModel]
 FAMILIES = sorted(families())
 TOKENS = torch.randint(64, (12, 24), generator=torch.Generator().manual_seed(0))
 QUICK = ("gqa", "least_squares")
-WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")  # composition needs the cache of all tokens
+WINDOWED = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss")  # composition needs the cache of all tokens
 NORMS_APART = ("minimax_m2", "olmo2", "olmoe", "stablelm")  # objective=layer knows no norm of each head's own
 
 

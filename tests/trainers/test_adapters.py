@@ -14,7 +14,7 @@ from parameters import extended
 from torch import Tensor, nn
 
 from attention.conversion.convert import build, convert
-from attention.families import families
+from attention.families import families, geometry_of
 from attention.io import checkpoint
 from attention.modeling.shared_weights import sharing_modules
 from attention.plan import AttentionPlan, Composition, HeadShare, LayerPlan
@@ -111,7 +111,7 @@ def merged_state(adapters: Adapters, model: Any) -> dict[str, Tensor]:
 
 
 def original_head_dim(model: Any) -> int:
-    return getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    return geometry_of(model.config).head_dim
 
 
 def plain_torch(model: Any, ids: Tensor, settings: TrainSettings) -> tuple[list[float], Adapters]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from attention.families import geometry_of
+
 _TERA = 1e12
 PEAKS = {
     "V100 SXM2": 125.0,
@@ -130,8 +132,7 @@ def _multiplied(model: Any) -> tuple[float, float]:
 
 def _attention(model: Any, length: int) -> float:
     """Return the operations of the products of attention of a token, forward, on average."""
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    geometry = geometry_of(model.config)
+    dims = geometry.num_layers * geometry.head_dim + sum(dim for _, dim in geometry.other_layers)
     # Queries by keys and weights by values: 2 operations each, over half of the positions
-    return 2.0 * config.num_hidden_layers * config.num_attention_heads * head_dim * length
+    return 2.0 * geometry.num_heads * dims * length

@@ -55,8 +55,8 @@ def fold(
     Logits are unchanged.
 
     E and B are least-squares fusion's, stretched where they would shrink a direction below `floor`
-    of the greatest. With a norm on queries and keys only values move. A group of one stays as it
-    is.
+    of the greatest. With a norm on queries and keys only values move, and with one on values they
+    do not. A group of one stays as it is.
 
     Raises:
         ValueError: Without statistics or if the heads are not lifted.
@@ -75,7 +75,7 @@ def fold(
                 onto[list(group)] = bounded(maps, geometry.rotary, floor)
     cost = ValueCost(heads, statistics)
     free = RotaryLayout.none(heads.v.shape[1])
-    for group in plan.value_groups:
+    for group in () if geometry.value_norm else plan.value_groups:
         if len(group) > 1:
             back[list(group)] = bounded(cost.fit(torch.tensor(group)).back.double(), free, floor)
     o = (heads.o.double() @ back).to(heads.o.dtype)

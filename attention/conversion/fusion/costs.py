@@ -26,7 +26,7 @@ from attention.conversion.fusion.rank import (
 )
 from attention.conversion.fusion.signs import signs, unit_gram
 from attention.geometry import HeadGeometry
-from attention.heads import LayerHeads, distinct_heads
+from attention.heads import VALUE_SIDE, LayerHeads, distinct_heads
 
 # Relative size of an eigenvalue of sums in float32 below which a direction counts as absent.
 SINGLE_PRECISION = 1e-6
@@ -182,6 +182,24 @@ class KeyCost(Cost):
         power = gram.diagonal(dim1=1, dim2=2).clamp_min(tiny)
         cosine = gram.mean(2) / (power * gram.mean((1, 2)).clamp_min(tiny)[:, None]).sqrt()
         return (self.energy[index] * (2 - 2 * cosine)).sum(1)
+
+
+def value_sizes(heads: LayerHeads, statistics: LayerStatistics) -> Tensor:
+    """Return the root mean square of the values of each value head, `[G]` float64."""
+    power = torch.einsum("iidd->i", statistics.value_gram(heads)) / heads.v.shape[1]
+    return power.clamp_min(torch.finfo(power.dtype).tiny).sqrt()
+
+
+def with_unit_values(heads: LayerHeads, statistics: LayerStatistics) -> LayerHeads:
+    """Return heads whose values have a root mean square of 1, for values that pass a norm.
+
+    Each head's mean over tokens stands for its norm at each token. Where values do pass a norm
+    this changes no logit.
+    """
+    sizes = value_sizes(heads, statistics)
+    return heads.changed(
+        VALUE_SIDE, lambda rows: (rows / sizes.view(-1, *[1] * (rows.dim() - 1))).to(rows.dtype)
+    )
 
 
 class ValueCost(Cost):

@@ -17,12 +17,18 @@ from torch import Tensor
 
 from attention.axes import FUSION, Knob
 from attention.calibration.moments import LayerStatistics, augmented
-from attention.conversion.fusion.costs import ValueCost, free_parts, under_norm
+from attention.conversion.fusion.costs import (
+    ValueCost,
+    free_parts,
+    under_norm,
+    value_sizes,
+    with_unit_values,
+)
 from attention.conversion.fusion.pooled import Groups, check_lifted, mean_fuse
 from attention.conversion.fusion.rank import complex_gram, fit_complex, fit_real, pair_energy
 from attention.conversion.fusion.signs import with_signs
 from attention.geometry import HeadGeometry
-from attention.heads import KEY_SIDE, LayerHeads, distinct_heads
+from attention.heads import KEY_SIDE, VALUE_SIDE, LayerHeads, distinct_heads
 from attention.modeling.rotary import pair_maps
 from attention.plan import LayerPlan
 
@@ -58,7 +64,8 @@ def least_squares_fuse(
     a map a member; with a norm on the queries and keys of each head mean keys, after the signs that
     pass it (`attention.conversion.fusion.signs`); for a norm over all heads see
     `_under_whole_norm`. Shared heads have the root-mean-square norm of their members. A shared head
-    of width m has m keys in each rotary pair, and m d dims of values, which all members read.
+    of width m has m keys in each rotary pair, and m d dims of values, which all members read. For
+    a norm on the values of each head see `_fuse_normed_values`.
 
     Raises:
         ValueError: Without statistics or if the heads are not lifted.
@@ -77,7 +84,8 @@ def least_squares_fuse(
         keys = mean_fuse(turned, replace(plan, key_width=1, value_width=1))
     else:
         keys = _fuse_keys(heads, plan, statistics, geometry)
-    values = _fuse_values(heads, plan, statistics, sweeps)
+    fuse_values = _fuse_normed_values if geometry.value_norm else _fuse_values
+    values = fuse_values(heads, plan, statistics, sweeps)
     of_keys = {name: getattr(keys, name) for name in (*KEY_SIDE, "q", "q_bias", "q_norm")}
     return replace(values, **of_keys)
 
@@ -242,3 +250,26 @@ def _fuse_values(
     v = _shared(heads.v, read, maps, width)
     v_bias = _shared(heads.v_bias, read, maps, width)
     return replace(heads, o=o, v=v, v_bias=v_bias, o_bias=o_bias)
+
+
+def _fuse_normed_values(
+    heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics, sweeps: int
+) -> LayerHeads:
+    """Values fused beneath a norm of each head, which has no weights.
+
+    They are fused at a root mean square of 1, as the norm makes them; what the norm of a shared
+    head takes from its size is put back by the output columns of its members.
+    """
+    fused = _fuse_values(with_unit_values(heads, statistics), plan, statistics, sweeps)
+    sizes = value_sizes(fused, statistics)
+    single = {number: group[0] for number, group in enumerate(plan.value_groups) if len(group) == 1}
+    numbers = list(single)
+    sizes[numbers] = 1.0
+    columns = sizes[torch.tensor(plan.value_map)].to(fused.o.device)
+    changes: dict[str, Tensor] = {"o": (fused.o * columns[:, None, None]).to(fused.o.dtype)}
+    for name in VALUE_SIDE:
+        if (rows := getattr(fused, name)) is not None:
+            changes[name] = rows.clone()
+            # A head of its own stays bit by bit.
+            changes[name][numbers] = getattr(heads, name)[list(single.values())]
+    return replace(fused, **changes)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from attention.families import family_of
+from attention.families import family_of, geometry_of
 from attention.io.experts import PlacedTensor, parts_of
 from attention.io.safetensors_files import Stored, WeightsError, open_safetensors
 from attention.io.weights import check_finite, check_weights
@@ -147,6 +147,11 @@ def check_windows(config: PretrainedConfig) -> None:
             "a checkpoint with shared or composed heads cannot be converted layer by layer; "
             "convert it in memory"
         )
+    if geometry_of(config).decoder_layers is not None:
+        raise ValueError(
+            f"a {family_of(config).name}, of whose layers only some are converted, cannot be "
+            f"converted layer by layer; convert it in memory"
+        )
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise ValueError(
             "a checkpoint with scale_attn_by_inverse_layer_idx=true cannot be converted layer by "
@@ -157,10 +162,17 @@ def check_windows(config: PretrainedConfig) -> None:
 
 def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> PretrainedConfig:
     """Return the config of a model of layer `layer` alone, with `vocabulary` token ids."""
-    one = copy.deepcopy(config)
+    geometry = geometry_of(config)
+    one: Any = copy.deepcopy(config)
+    index = layer
+    if geometry.decoder_layers is not None:
+        index = geometry.decoder_layers[layer]
+        one.per_layer_config = None
+        one.num_key_value_heads = geometry.num_kv_heads
+        one.head_dim = geometry.head_dim
     for name in PER_LAYER:
         if entries := getattr(config, name, None):
-            setattr(one, name, [entries[layer]])
+            setattr(one, name, [entries[index]])
     if (
         dense := getattr(config, "mlp_only_layers", None)
     ) is not None:  # Qwen's mixtures of experts

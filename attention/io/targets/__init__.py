@@ -44,6 +44,7 @@ class EngineSupport:
     Attributes:
         query_heads: Of each layer, zeros included; empty where there are no others than the
             model's.
+        other_layers: As in `AttentionPlan`.
     """
 
     key_heads: tuple[int, ...]
@@ -51,6 +52,7 @@ class EngineSupport:
     head_dim: int
     others: int = 0
     query_heads: tuple[int, ...] = ()
+    other_layers: tuple[tuple[int, int], ...] = ()
 
     def zero_query_heads(self, plan: AttentionPlan) -> int:
         """Query heads of zeros, in all layers: they take work and no cache."""
@@ -63,6 +65,7 @@ class EngineSupport:
     def bytes_per_token(self, dtype: Any) -> int:
         """Bytes of the cache a token. `dtype`: of the cache, a torch dtype or its name."""
         numbers = (sum(self.key_heads) + sum(self.value_heads)) * self.head_dim + self.others
+        numbers += sum(2 * heads * head_dim for heads, head_dim in self.other_layers)
         return numbers * BYTES[str(dtype).removeprefix("torch.")]
 
     def bytes_in(self, pair: CachePair) -> int:
@@ -71,9 +74,9 @@ class EngineSupport:
         Raises:
             CacheFormatError: For heads that are no whole number of blocks.
         """
-        return sum(self.key_heads) * pair.keys.head_bytes(self.head_dim) + sum(
-            self.value_heads
-        ) * pair.values.head_bytes(self.head_dim)
+        keys = sum(self.key_heads) * pair.keys.head_bytes(self.head_dim)
+        values = sum(self.value_heads) * pair.values.head_bytes(self.head_dim)
+        return keys + values + pair.bytes_of(self.other_layers)
 
     def on_rank(self, ranks: int, num_heads: int | None = None) -> EngineSupport:
         """Return what each of `ranks` GPUs keeps with tensor parallelism.
@@ -95,6 +98,10 @@ class EngineSupport:
             self,
             key_heads=layers_per_rank(self.key_heads, ranks),
             value_heads=layers_per_rank(self.value_heads, ranks),
+            other_layers=tuple(
+                (layers_per_rank([heads], ranks)[0], head_dim)
+                for heads, head_dim in self.other_layers
+            ),
             query_heads=tuple(count // ranks for count in self.query_heads),
         )
 

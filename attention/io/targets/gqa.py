@@ -53,6 +53,12 @@ def stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
         "num_attention_heads": heads,
         "head_dim": geometry.head_dim,
     }
+    if geometry.decoder_layers is not None and heads != geometry.num_heads:
+        raise TargetError(
+            f"a {family.name} has {geometry.num_heads} query heads in the layers that are not "
+            f"converted, too, and cannot have {heads}; choose a plan with equal groups and one "
+            f"count for all layers (headfold_gqa, align, gqa)"
+        )
     if heads == geometry.num_heads or (family.name == "llama" and plain.hidden_size % heads == 0):
         return family.config_class(**fields)
     if family.name == "llama":
@@ -103,7 +109,8 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     if grouped and not plan.is_uniform_gqa:
         stock_config(config, query_heads, max(counts))
     layers = plan.num_layers
-    return EngineSupport.of([max(counts)] * layers, plan.head_dim, [query_heads] * layers)
+    support = EngineSupport.of([max(counts)] * layers, plan.head_dim, [query_heads] * layers)
+    return replace(support, other_layers=plan.other_layers)
 
 
 def _check_mistral(config: Any, heads: int) -> None:

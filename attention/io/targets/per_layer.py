@@ -29,7 +29,7 @@ from attention.io.targets._pairs import (
     written_out,
 )
 from attention.io.targets._wide import holding_wide, lowering_wide
-from attention.modeling.model_classes import plan_of
+from attention.modeling.model_classes import has_foreign_counts, plan_of
 from attention.plan import AttentionPlan
 
 _CODE = Path(modeling_per_layer.__file__)
@@ -57,6 +57,12 @@ def _stock_config(config: Any, plan: AttentionPlan) -> PretrainedConfig:
         TargetError: As `held`.
     """
     counts = kv_heads_of(plan)
+    if (family := family_of(config)).reads_layer_config:
+        raise TargetError(
+            f"target per_layer has no {family.name} with different numbers of KV heads: "
+            f"transformers takes one for all layers with a window, got {sorted(set(counts))}; "
+            f"convert with a recipe of one count for all layers (headfold_gqa, align, gqa)"
+        )
     try:
         return gqa.stock_config(config, check_query_heads(plan), max(counts))
     except TargetError as error:
@@ -93,7 +99,7 @@ def lower(model: PreTrainedModel) -> Lowered:
 
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
-    if getattr(model.config, "is_heterogeneous", False):
+    if has_foreign_counts(model.config):
         family = family_of(model.config)
         classes: dict[str, Any] = {
             "AutoModel": MODEL_MAPPING[family.config_class],

@@ -52,7 +52,12 @@ from attention.io.targets._pairs import (
     written_out,
 )
 from attention.io.targets._wide import holding_wide, lowering_wide
-from attention.modeling.model_classes import family_fields, plan_of, plan_of_config
+from attention.modeling.model_classes import (
+    family_fields,
+    has_foreign_counts,
+    plan_of,
+    plan_of_config,
+)
 from attention.plan import AttentionPlan
 
 _DECI = "nemotron-nas"
@@ -143,7 +148,7 @@ def lower(model: PreTrainedModel) -> Lowered:
 
 
 def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = None) -> str:
-    if getattr(model.config, "is_heterogeneous", False):
+    if has_foreign_counts(model.config):
         return per_layer.write(model, folder, dtype, tokenizer)
     plan = plan_of(model)
     if not has_own_counts(model.config, plan):
@@ -245,7 +250,7 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
     Raises:
         TargetError: If it is not whole or its padding is not what was written.
     """
-    if getattr(config, "is_heterogeneous", False):
+    if has_foreign_counts(config):
         return per_layer.read(folder, config)
     plan = plan_of_config(config)
     if not has_own_counts(config, plan):

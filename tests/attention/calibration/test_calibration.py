@@ -44,6 +44,7 @@ CASES = {
     "phi, query and key norms": {"qk_layernorm": True},
     "gemma2, GQA": {"num_key_value_heads": 2},
     "gemma3_text": {},
+    "gemma4_text, GQA": {"num_key_value_heads": 2},
     "gpt_oss": {},
     "glm4_moe, GQA": {"num_key_value_heads": 2},
     "granite": {},

@@ -29,7 +29,7 @@ from attention.modeling.growing_cache import cache_of, next_output
 from attention.plan import AttentionPlan, LayerPlan, PlanError
 
 Tiny = Callable[..., PreTrainedModel]
-FAMILIES = sorted(families())
+FAMILIES = sorted(set(families()) - {"gemma4_text"})  # whose values pass a norm
 ONE = (0, 0, 0, 0)
 
 

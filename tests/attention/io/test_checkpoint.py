@@ -26,7 +26,7 @@ DECOUPLED = (LayerPlan((0, 1, 0, 2), (0, 0, 0, 0)), LayerPlan((0, 0, 0, 1), (0, 
 # Families whose stock form has a separate KV head count.
 GROUPED = [n for n in sorted(families()) if families()[n].plain_config(families()[n].config_class(), 1) is not None]
 # Their stock classes fix the width of a head, or norm over all heads: no zero heads can make up unequal groups.
-NO_ZERO_HEADS = ("minimax_m2", "olmo2", "olmoe", "phi3", "stablelm")
+NO_ZERO_HEADS = ("gemma4_text", "minimax_m2", "olmo2", "olmoe", "phi3", "stablelm")
 UNGROUPED = sorted(set(families()) - set(GROUPED))
 
 

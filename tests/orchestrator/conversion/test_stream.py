@@ -72,7 +72,7 @@ def assert_same(memory: dict, layerwise: dict, vocabulary: int, windows: bool = 
     assert difference < close
 
 
-@pytest.mark.parametrize("family", sorted(families()))
+@pytest.mark.parametrize("family", sorted(set(families()) - {"gemma4_text"}))  # which is converted in memory alone
 def test_windows_run_the_model_of_every_family(family: str, tiny_model: Tiny, tmp_path: Path) -> None:
     """More sequences than the vocabulary has tokens, of which some never occur; weights in several files."""
     model = tiny_model(family)

@@ -118,7 +118,7 @@ def test_convert(name: str, source: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gqa", "headfold", "headfold_gqa"])
 @pytest.mark.extended
-@pytest.mark.parametrize("family", sorted(families()))
+@pytest.mark.parametrize("family", sorted(set(families()) - {"gemma4_text"}))  # which is converted in memory alone
 def test_convert_layer_by_layer(name: str, family: str, source: Any, tmp_path: Path) -> None:
     result, expected = (
         converted(convert_layerwise, source(family), name, tmp_path / device[:4], device) for device in (GPU, "cpu")
