@@ -270,6 +270,6 @@ def _fuse_normed_values(
     for name in VALUE_SIDE:
         if (rows := getattr(fused, name)) is not None:
             changes[name] = rows.clone()
-            # A head of its own stays bit by bit.
+            # A head that is alone in its group stays equal to the bit
             changes[name][numbers] = getattr(heads, name)[list(single.values())]
     return replace(fused, **changes)
