@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.base.progress import stage
 from attention.conversion.relaxation_knobs import rate_of
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
@@ -104,7 +105,14 @@ def _distances(
     with closing(
         TrainEngine(relaxation.model, settings, steps, relaxation.parameter_groups())
     ) as engine:
-        train_model(engine, stream(), steps=steps, loss_fn=objective())
+        with stage("training", steps, "steps") as progress:
+            train_model(
+                engine,
+                stream(),
+                steps=steps,
+                loss_fn=objective(),
+                on_step=lambda step, _: progress.to(step),
+            )
         return {name: relaxation.distances(side) for name, side in (("key", "k"), ("value", "v"))}
 
 

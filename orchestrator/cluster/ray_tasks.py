@@ -55,6 +55,7 @@ def each_on_cluster(
     work: Callable[..., _T],
     calls: Sequence[tuple[Any, ...]],
     most: int | None = None,
+    unit: str = "models",
 ) -> Iterator[tuple[int, _T]]:
     """Yield the number and the result of each call of `work`, in the order in which they finish.
 
@@ -66,8 +67,9 @@ def each_on_cluster(
         label: Label of the line that shows how many have finished, and the time left.
         calls: Arguments of each call.
         most: Tasks at a time; None: as many as there is room for.
+        unit: What the line counts.
     """
-    with stage(label, len(calls), "models") as progress:
+    with stage(label, len(calls), unit) as progress:
         if not ray.is_initialized():
             for number, arguments in enumerate(calls):
                 yield number, work(*arguments)

@@ -21,6 +21,7 @@ from torch import Tensor
 from attention.io import checkpoint
 from attention.io.files import written_whole
 from orchestrator import checkpoints
+from orchestrator.cluster.ray_tasks import each_on_cluster
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
 from trainers.text.token_sets import TokenSequences, read_sequences
@@ -100,20 +101,10 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, options: Mapping[s
         cache: The folder.
         options: Of the Ray tasks, as `ray.remote` takes them.
     """
-    import ray
-
     missing = {phase.file(cache): phase for phase in phases if not phase.file(cache).exists()}
-    if not missing:
-        return
-    total = len(missing)
-    steps = next(iter(missing.values())).steps
-    print(f"search phase of dha: {total} to measure, {steps} steps each", flush=True)
-    task = ray.remote(max_retries=1, **options)(_measure_to)
-    waiting = [task.remote(phase, str(file)) for file, phase in missing.items()]
-    while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1)
-        ray.get(done)
-        print(f"search phase of dha: {total - len(waiting)} of {total} measured", flush=True)
+    calls = [(phase, str(file)) for file, phase in missing.items()]
+    if calls:
+        list(each_on_cluster(options, "search phases of DHA", _measure_to, calls, unit="phases"))
 
 
 def _measure_to(phase: SearchPhase, file: str) -> None:
