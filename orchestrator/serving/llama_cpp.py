@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from attention.cache_formats import CachePair
 from attention.plan import BYTES
@@ -24,6 +24,8 @@ from orchestrator.serving.engine import (
     EngineError,
     EngineRun,
     Question,
+    ScoreQuestion,
+    Scores,
     SpeedAnswer,
     SpeedQuestion,
     completions_of,
@@ -95,21 +97,6 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     )
 
 
-class Scores(NamedTuple):
-    """What llama.cpp makes of given text.
-
-    Attributes:
-        log_probabilities: Of each token but the first of each sequence; None for tokens that end
-            within a character.
-        kv_bytes_per_token: Of its cache, as it reports it.
-        version: Of llama.cpp.
-    """
-
-    log_probabilities: list[list[float | None]]
-    kv_bytes_per_token: int
-    version: str
-
-
 def score(
     python: str,
     file: Path,
@@ -141,6 +128,18 @@ def score(
     answer, log = run_child(NAME, command, request, os.environ, seconds)
     size = kv_bytes_per_token(log, _head_bytes(pair, head_dim))
     return Scores(answer["scores"], size, answer["version"])
+
+
+def _score(python: str, question: ScoreQuestion) -> Scores:
+    """Score the text of a question."""
+    return score(
+        python,
+        question.folder / "model.gguf",
+        question.sequences,
+        question.cache,
+        question.held.head_dim,
+        question.seconds,
+    )
 
 
 def _head_bytes(pair: CachePair, head_dim: int) -> int:
@@ -211,4 +210,4 @@ def kv_bytes_per_token(log: str, head_bytes: int) -> int:
     return round(measured / head_bytes) * head_bytes
 
 
-ENGINE = Engine(NAME, find, ask, time)
+ENGINE = Engine(NAME, find, ask, time, _score)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.serving.engine import (
     CHILDREN,
+    SECONDS,
     Answer,
     Engine,
     EngineError,
     EngineRun,
     Question,
+    ScoreQuestion,
+    Scores,
     SpeedAnswer,
     SpeedQuestion,
     completions_of,
@@ -25,6 +29,7 @@ from orchestrator.serving.engine import (
 NAME = "vLLM"
 VARIABLE = "HEADFOLD_VLLM_PYTHON"
 ROUNDING = 1e-3  # it is asked in float32
+SCORED_MEMORY = 2**30  # bytes of the cache that text is scored in
 
 
 def find(python: str | None) -> str:
@@ -51,9 +56,24 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     """Time it in the dtype of the weights, without graphs (`enforce_eager`)."""
     answer = _run(python, question, question.dtype, question.repetitions, False)
     held = answer["cache_bytes"] / answer["capacity"]
-    return SpeedAnswer(
-        answer["version"], answer["seconds"], question.dtype, held, answer["capacity"]
-    )
+    cache_dtype = question.dtype if question.cache is None else question.cache.name
+    return SpeedAnswer(answer["version"], answer["seconds"], cache_dtype, held, answer["capacity"])
+
+
+def score(python: str, question: ScoreQuestion) -> Scores:
+    """Score the tokens of `sequences` with a cache of the formats `cache`.
+
+    A sequence is computed at once, and its attention reads keys and values from the cache.
+    """
+    request = {
+        "sequences": [list(sequence) for sequence in question.sequences],
+        "cells": max(map(len, question.sequences)),
+        "cache_dtype": question.cache.vllm_name,
+        **_common(question.folder, question.dtype, SCORED_MEMORY, question.own_code),
+    }
+    answer = _answer(python, request, question.seconds)
+    held = answer["cache_bytes"] / answer["capacity"]
+    return Scores(answer["scores"], held, answer["version"], answer["device"])
 
 
 def _run(
@@ -63,22 +83,36 @@ def _run(
     repetitions: int,
     has_tokenizer: bool,
 ) -> dict[str, Any]:
+    pair = question.cache if isinstance(question, SpeedQuestion) else None
     request = {
-        "folder": str(question.folder),
         "prompts": [list(prompt) for prompt in question.prompts],
         "tokens": question.tokens,
         "repetitions": repetitions,
-        "dtype": dtype,
-        "memory": question.memory,
         "cells": question.longest,
         "has_tokenizer": has_tokenizer,
-        "trust_remote_code": question.own_code,
-        "model_impl": _implementation(question.folder),
+        **({} if pair is None else {"cache_dtype": pair.vllm_name}),
+        **_common(question.folder, dtype, question.memory, question.own_code),
     }
-    kept = {
+    return _answer(python, request, SECONDS)
+
+
+def _common(folder: Path, dtype: str, memory: int, own_code: bool) -> dict[str, Any]:
+    """Return what every request says of the model."""
+    return {
+        "folder": str(folder),
+        "dtype": dtype,
+        "memory": memory,
+        "trust_remote_code": own_code,
+        "model_impl": _implementation(folder),
+    }
+
+
+def _answer(python: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))
     }
-    return run_child(NAME, [python, "-P", str(CHILDREN / "vllm_child.py")], request, kept)[0]
+    command = [python, "-P", str(CHILDREN / "vllm_child.py")]
+    return run_child(NAME, command, request, environment, seconds)[0]
 
 
 def _implementation(folder: Path) -> str:
@@ -87,4 +121,4 @@ def _implementation(folder: Path) -> str:
     return "transformers" if "per_layer_config" in config else "auto"
 
 
-ENGINE = Engine(NAME, find, ask, time)
+ENGINE = Engine(NAME, find, ask, time, score)
