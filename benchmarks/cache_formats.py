@@ -33,7 +33,8 @@ from trainers.text.data import Texts
 
 FORMATS = ("f16", "q8_0", "fp8", "q8_0,q5_1", "q8_0,q4_0", "q5_1", "q4_0")
 SECONDS = 7200  # that llama.cpp may take for one format
-CALIBRATION_TOKENS = 4096  # for the scales of fp8
+CALIBRATION_TOKENS = 2048  # for the scales of fp8
+ARBITRARY = 0.7  # a scale that is not calibrated: how far the loss moves by another rounding alone
 STEPS = [2 ** (-step / 4) for step in range(8)]  # of scales that are tried, down from that of the largest number
 
 
@@ -123,7 +124,12 @@ def calibrated(model: torch.nn.Module, sequences: Tensor) -> dict[str, list[Scal
         min((1.0, *(most * step for step in STEPS)), key=lambda scale, x=x: error(x, scale))
         for x, most in zip(sides, largest, strict=True)
     ]
-    chosen = {"1": [1.0] * len(sides), "largest / 448": largest, "least squared error": least}
+    chosen = {
+        "1": [1.0] * len(sides),
+        f"{ARBITRARY}, arbitrary": [ARBITRARY] * len(sides),
+        "largest / 448": largest,
+        "least squared error": least,
+    }
     for name, scales in chosen.items():
         left = [
             sum(error(x, scale) for x, scale in zip(sides[side::2], scales[side::2], strict=True))
