@@ -199,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--file", type=Path, help="GGUF file for llama.cpp (default: exported in float32); - for none")
     parser.add_argument("--engine-sequences", type=int, default=4, help="of them in llama.cpp, one token at a time")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
-    parser.add_argument("--scales", action="store_true", help="measure scales of fp8 in the place of formats")
+    parser.add_argument("--scales", action="store_true", help="measure scales of fp8 instead of formats")
     given = parser.parse_args(words)
     opened = checkpoints.open_model(given.model, "model")
     texts = Texts(given.data, given.eval_data, "text", 0).load(

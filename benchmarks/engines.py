@@ -1,8 +1,8 @@
 """What engines store for each plan: `python -m benchmarks.engines docs/serving.md` (or no file: to the terminal).
 
 The demo checkpoint is converted, exported for each engine and checked there (`headfold export --check`); the table goes
-between the marks in the file. Without vLLM (`make engines`) it ends with what is missing. `--only WORD` in the place of
-the file prints the rows of the plans whose name has the word.
+between the marks in the file. Without vLLM (`make engines`) it ends with what is missing. `--only WORD` instead of the
+file prints the rows of the plans whose name has the word.
 """
 
 from __future__ import annotations

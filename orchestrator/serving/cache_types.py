@@ -29,7 +29,7 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.long_context import SHORTEST, context_lengths
 from orchestrator.serving.check import MEMORY
-from orchestrator.serving.engine import Engine, EngineError, ScoreQuestion, Scores
+from orchestrator.serving.engine import Engine, EngineError, ScoreQuestion, TextScores
 from orchestrator.serving.engines import engine as engine_named
 from orchestrator.serving.speed import (
     REPETITIONS,
@@ -211,10 +211,10 @@ def read_cache_types(text: str | Sequence[str], engine: str) -> tuple[CachePair,
 
 def _scores(
     engine: Engine, python: str, rows: Mapping[_Row, Exported], sequences: Tensor
-) -> dict[_Row, Scores]:
+) -> dict[_Row, TextScores]:
     """Return the log-probabilities and the cache's bytes of each row, by the engine."""
     assert engine.score is not None
-    found: dict[_Row, Scores] = {}
+    found: dict[_Row, TextScores] = {}
     with stage(f"loss in {engine.name}", len(rows), "runs") as progress:
         for row, model in rows.items():
             question = ScoreQuestion(
@@ -232,7 +232,7 @@ def _scores(
 
 
 def _table(
-    scores: Mapping[_Row, Scores],
+    scores: Mapping[_Row, TextScores],
     losses: Mapping[_Row, Tensor],
     scored: Tensor,
     speeds: Mapping[_Row, ModelSpeed],
@@ -273,7 +273,7 @@ def _table(
     return table
 
 
-def _losses(scores: Scores) -> Tensor:
+def _losses(scores: TextScores) -> Tensor:
     """Return the loss of each token but the first of each sequence; NaN for those left out."""
     rows = [[torch.nan if x is None else -x for x in row] for row in scores.log_probabilities]
     losses = torch.tensor(rows, dtype=torch.float64)

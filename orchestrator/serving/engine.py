@@ -163,7 +163,7 @@ class ScoreQuestion:
     own_code: bool = False
 
 
-class Scores(NamedTuple):
+class TextScores(NamedTuple):
     """What an engine makes of given text.
 
     Attributes:
@@ -196,7 +196,7 @@ class Engine:
     find: Callable[[str | None], str]
     ask: Callable[[str, Question], Answer]
     time: Callable[[str, SpeedQuestion], SpeedAnswer]
-    score: Callable[[str, ScoreQuestion], Scores] | None = None
+    score: Callable[[str, ScoreQuestion], TextScores] | None = None
 
 
 def run_child(

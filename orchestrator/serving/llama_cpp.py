@@ -25,9 +25,9 @@ from orchestrator.serving.engine import (
     EngineRun,
     Question,
     ScoreQuestion,
-    Scores,
     SpeedAnswer,
     SpeedQuestion,
+    TextScores,
     completions_of,
     has_module,
     idle_threads,
@@ -104,7 +104,7 @@ def score(
     pair: CachePair,
     head_dim: int,
     seconds: float,
-) -> Scores:
+) -> TextScores:
     """Score the tokens of `sequences` with flash attention and a cache of the formats `pair`.
 
     Args:
@@ -127,10 +127,10 @@ def score(
     command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
     answer, log = run_child(NAME, command, request, os.environ, seconds)
     size = kv_bytes_per_token(log, _head_bytes(pair, head_dim))
-    return Scores(answer["scores"], size, answer["version"])
+    return TextScores(answer["scores"], size, answer["version"])
 
 
-def _score(python: str, question: ScoreQuestion) -> Scores:
+def _score(python: str, question: ScoreQuestion) -> TextScores:
     """Score the text of a question."""
     return score(
         python,

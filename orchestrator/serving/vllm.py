@@ -18,9 +18,9 @@ from orchestrator.serving.engine import (
     EngineRun,
     Question,
     ScoreQuestion,
-    Scores,
     SpeedAnswer,
     SpeedQuestion,
+    TextScores,
     completions_of,
     has_module,
     run_child,
@@ -46,7 +46,8 @@ def find(python: str | None) -> str:
 
 def ask(python: str, question: Question) -> Answer:
     """Complete prompts in float32."""
-    answer = _run(python, question, "float32", 0, question.texts is not None)
+    request = _prompts(question) | {"repetitions": 0, "has_tokenizer": question.texts is not None}
+    answer = _run(python, question, request, "float32", question.memory)
     runs = [EngineRun("float32", completions_of(answer), ROUNDING)]
     held = answer["cache_bytes"] / answer["capacity"]
     return Answer(answer["version"], runs, "float32", held, answer["capacity"])
@@ -54,13 +55,16 @@ def ask(python: str, question: Question) -> Answer:
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     """Time it in the dtype of the weights, without graphs (`enforce_eager`)."""
-    answer = _run(python, question, question.dtype, question.repetitions, False)
+    request = _prompts(question) | {"repetitions": question.repetitions}
+    cache_dtype = question.dtype
+    if question.cache is not None:
+        cache_dtype = request["cache_dtype"] = question.cache.vllm_name
+    answer = _run(python, question, request, question.dtype, question.memory)
     held = answer["cache_bytes"] / answer["capacity"]
-    cache_dtype = question.dtype if question.cache is None else question.cache.name
     return SpeedAnswer(answer["version"], answer["seconds"], cache_dtype, held, answer["capacity"])
 
 
-def score(python: str, question: ScoreQuestion) -> Scores:
+def score(python: str, question: ScoreQuestion) -> TextScores:
     """Score the tokens of `sequences` with a cache of the formats `cache`.
 
     A sequence is computed at once, and its attention reads keys and values from the cache.
@@ -69,50 +73,42 @@ def score(python: str, question: ScoreQuestion) -> Scores:
         "sequences": [list(sequence) for sequence in question.sequences],
         "cells": max(map(len, question.sequences)),
         "cache_dtype": question.cache.vllm_name,
-        **_common(question.folder, question.dtype, SCORED_MEMORY, question.own_code),
     }
-    answer = _answer(python, request, question.seconds)
+    answer = _run(python, question, request, question.dtype, SCORED_MEMORY, question.seconds)
     held = answer["cache_bytes"] / answer["capacity"]
-    return Scores(answer["scores"], held, answer["version"], answer["device"])
+    return TextScores(answer["scores"], held, answer["version"], answer["device"])
+
+
+def _prompts(question: Question | SpeedQuestion) -> dict[str, object]:
+    """Return what a request says of completions."""
+    return {
+        "prompts": [list(prompt) for prompt in question.prompts],
+        "tokens": question.tokens,
+        "cells": question.longest,
+    }
 
 
 def _run(
     python: str,
-    question: Question | SpeedQuestion,
+    question: Question | SpeedQuestion | ScoreQuestion,
+    request: Mapping[str, object],
     dtype: str,
-    repetitions: int,
-    has_tokenizer: bool,
+    memory: int,
+    seconds: float = SECONDS,
 ) -> dict[str, Any]:
-    pair = question.cache if isinstance(question, SpeedQuestion) else None
-    request = {
-        "prompts": [list(prompt) for prompt in question.prompts],
-        "tokens": question.tokens,
-        "repetitions": repetitions,
-        "cells": question.longest,
-        "has_tokenizer": has_tokenizer,
-        **({} if pair is None else {"cache_dtype": pair.vllm_name}),
-        **_common(question.folder, dtype, question.memory, question.own_code),
-    }
-    return _answer(python, request, SECONDS)
-
-
-def _common(folder: Path, dtype: str, memory: int, own_code: bool) -> dict[str, Any]:
-    """Return what every request says of the model."""
-    return {
-        "folder": str(folder),
+    """Return the answer to a request about the model of a question."""
+    model = {
+        "folder": str(question.folder),
         "dtype": dtype,
         "memory": memory,
-        "trust_remote_code": own_code,
-        "model_impl": _implementation(folder),
+        "trust_remote_code": question.own_code,
+        "model_impl": _implementation(question.folder),
     }
-
-
-def _answer(python: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))
     }
     command = [python, "-P", str(CHILDREN / "vllm_child.py")]
-    return run_child(NAME, command, request, environment, seconds)[0]
+    return run_child(NAME, command, {**request, **model}, environment, seconds)[0]
 
 
 def _implementation(folder: Path) -> str:

@@ -409,10 +409,8 @@ def test_scales_of_a_quantised_cache_are_named_and_not_carried_over(
     ran = convert(folder, "--kv-ratio", "0.5", "--out", "half")
     assert ran.code == 0, ran.err
     assert "not used: model.layers.0.self_attn.k_scale" in caplog.text  # in a process of its own: on stderr
-    caplog.clear()
     ran = run_in(folder, ["export", "model", "--target", "vllm", "--out", "exported"])
     assert ran.code == 0, ran.err
-    assert "not used: model.layers.0.self_attn.k_scale" in caplog.text
     for written in ("half", "exported"):
         assert not [name for name in load_file(folder / written / "model.safetensors") if name.endswith("_scale")]
 
