@@ -75,7 +75,7 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
         CacheFormat("q4_0", (LLAMA_CPP,), 32, 18),
     )
 }
-_VLLM_NAMES = {"f16": "float16", "bf16": "bfloat16", "fp8": "fp8"}
+_VLLM_NAMES = {"f16": "float16", "bf16": "bfloat16"}
 
 
 def _without_blocks() -> str:
@@ -165,11 +165,20 @@ class CachePair:
             for heads, head_dim in layers
         )
 
+    @property
+    def vllm_name(self) -> str:
+        """What vLLM calls this cache."""
+        return _VLLM_NAMES.get(self.keys.name, self.keys.name)
+
     def flags(self, engine: str) -> str:
         """Return the words on an engine's command line that choose this cache."""
         if engine == VLLM:
-            return f"--kv-cache-dtype {_VLLM_NAMES[self.keys.name]}"
+            return f"--kv-cache-dtype {self.vllm_name}"
         return f"--cache-type-k {self.keys.name} --cache-type-v {self.values.name} --flash-attn on"
+
+
+AS_WEIGHTS = CachePair(*2 * (CacheFormat("auto", (VLLM,), 1, REFERENCE_BYTES),))
+"""vLLM's default: keys and values in the dtype of the weights; the bytes are of 16-bit weights."""
 
 
 def read_pairs(text: str | Sequence[str]) -> tuple[CachePair, ...]:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.cache_formats MODEL [--data TEXT | --eval-data TEXT] [--file MODEL.gguf]
 
-prints the table of one model; as the benchmark `cache_formats` it is of the demo checkpoint.
+prints the table of one model; as the benchmark `cache_formats` it is of the demo checkpoint. With `--scales` it prints
+what scales of each layer, calibrated on the training side of the text, gain for fp8 over the scale 1.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from attention.cache_formats import LLAMA_CPP, CachePair
-from attention.engine_cache import engine_cache
+from attention.engine_cache import engine_cache, with_engine_heads
 from attention.io.export import export
+from attention.modeling.growing_cache import cache_of
 from attention.modeling.model_classes import plan_of
+from attention.modeling.rounded_cache import FP8_MOST, Scales, round_numbers
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator import checkpoints
 from orchestrator.serving.llama_cpp import find, score
@@ -30,6 +33,9 @@ from trainers.text.data import Texts
 
 FORMATS = ("f16", "q8_0", "fp8", "q8_0,q5_1", "q8_0,q4_0", "q5_1", "q4_0")
 SECONDS = 7200  # that llama.cpp may take for one format
+CALIBRATION_TOKENS = 2048  # for the scales of fp8
+ARBITRARY = 0.7  # a scale that is not calibrated: how far the loss moves by another rounding alone
+STEPS = [2 ** (-step / 4) for step in range(8)]  # of scales that are tried, down from that of the largest number
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,57 @@ def measured(
         yield entry
 
 
+def calibrated(model: torch.nn.Module, sequences: Tensor) -> dict[str, list[Scales]]:
+    """Return scales of fp8 for each layer, by how they were chosen on some text; print the error that each leaves."""
+    fp8 = CachePair.parse("fp8").keys
+    held: list[list[Tensor]] = []
+    with torch.no_grad():
+        for row in sequences.split(1):
+            layers = cache_of(model(row, use_cache=True)).layers
+            held.append([each.flatten() for layer in layers for each in (layer.keys, layer.values)])
+    sides = [torch.cat(parts) for parts in zip(*held, strict=True)]
+
+    def error(x: Tensor, scale: float) -> float:
+        return float((round_numbers(x, fp8, scale) - x).square().sum())
+
+    largest = [float(x.abs().max()) / FP8_MOST for x in sides]
+    least = [
+        min((1.0, *(most * step for step in STEPS)), key=lambda scale, x=x: error(x, scale))
+        for x, most in zip(sides, largest, strict=True)
+    ]
+    chosen = {
+        "1": [1.0] * len(sides),
+        f"{ARBITRARY}, arbitrary": [ARBITRARY] * len(sides),
+        "largest / 448": largest,
+        "least squared error": least,
+    }
+    for name, scales in chosen.items():
+        left = [
+            sum(error(x, scale) for x, scale in zip(sides[side::2], scales[side::2], strict=True))
+            / sum(float(x.square().sum()) for x in sides[side::2])
+            for side in (0, 1)
+        ]
+        print(f"scale {name}: squared error {left[0]:.3e} of the keys' squares, {left[1]:.3e} of the values'")
+    return {
+        name: [Scales(*pair) for pair in zip(scales[::2], scales[1::2], strict=True)] for name, scales in chosen.items()
+    }
+
+
+def print_scales(model: torch.nn.Module, calibration: Tensor, sequences: Tensor) -> None:
+    """Print the loss with fp8 under each choice of scales, over that of 16 bits and over that of the scale 1."""
+    chosen = calibrated(model, calibration)
+    with engine_cache(model, CachePair.parse("f16")):  # type: ignore[arg-type]
+        exact = _losses(model, sequences)
+    plain: Tensor | None = None
+    print("\n| fp8 with scale | loss increase | over scale 1 |\n|---|---|---|")
+    for name, scales in chosen.items():
+        with engine_cache(model, CachePair.parse("fp8"), scales=scales):  # type: ignore[arg-type]
+            losses = _losses(model, sequences)
+        plain = losses if plain is None else plain
+        over = "" if plain is losses else str(Losses.of(losses, plain))
+        print(f"| {name} | {Losses.of(losses, exact)} | {over} |", flush=True)
+
+
 def _losses(model: torch.nn.Module, sequences: Tensor) -> Tensor:
     losses = evaluate(model, sequences).token_losses
     assert losses is not None
@@ -142,6 +199,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--file", type=Path, help="GGUF file for llama.cpp (default: exported in float32); - for none")
     parser.add_argument("--engine-sequences", type=int, default=4, help="of them in llama.cpp, one token at a time")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--scales", action="store_true", help="measure scales of fp8 instead of formats")
     given = parser.parse_args(words)
     opened = checkpoints.open_model(given.model, "model")
     texts = Texts(given.data, given.eval_data, "text", 0).load(
@@ -149,9 +207,13 @@ def main(words: Sequence[str] | None = None) -> None:
         opened.geometry.max_positions,
         eval_tokens=given.tokens,
         sequence_length=given.sequence_length,
-        calibrate=False,
+        calibration_tokens=CALIBRATION_TOKENS,
+        calibrate=given.scales,
     )
-    model = checkpoints.load_model(opened)
+    model = with_engine_heads(checkpoints.load_model(opened))
+    if given.scales:
+        print_scales(model, texts.calibration, texts.held_out)
+        return
     few = texts.held_out[: given.engine_sequences]
     count = f"{texts.held_out.numel():,} tokens of {texts.facts['eval_data']}, sequences of {given.sequence_length}"
     print(f"{count}; of llama.cpp the first {few.numel():,}\n")

@@ -1,7 +1,8 @@
 """What engines store for each plan: `python -m benchmarks.engines docs/serving.md` (or no file: to the terminal).
 
 The demo checkpoint is converted, exported for each engine and checked there (`headfold export --check`); the table goes
-between the marks in the file. Without vLLM (`make engines`) it ends with what is missing.
+between the marks in the file. Without vLLM (`make engines`) it ends with what is missing. `--only WORD` instead of the
+file prints the rows of the plans whose name has the word.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.io.files import write_whole
 from attention.plan import AttentionPlan, LayerPlan
+from orchestrator import checkpoints
 from orchestrator.config.options import ExportOptions
 from orchestrator.serving.engines import ENGINES
 from orchestrator.serving.export import export_checkpoint
+from trainers.text.data import Texts
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "stdlib-llama"
 BEGIN, END = "<!-- engines: made by `make engines` -->", "<!-- engines: end -->"
@@ -41,6 +46,7 @@ def plans() -> dict[str, AttentionPlan | None]:
         "a count of each layer's own (4, 2, 1, 1)": _plan([four, two, one, one], [four, two, one, one]),
         "unequal groups (2)": _plan([uneven] * 4, [uneven] * 4),
         "keys and values apart (2 keys, 2 values)": _plan([two] * 4, [other] * 4),
+        "wide (1 head of 64, `headfold_wide`)": AttentionPlan((LayerPlan(one, one, 2, 2),) * 4, 32),
     }
 
 
@@ -59,13 +65,23 @@ def row(kind: str, engine: str, record: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def measure(folder: Path) -> str:
-    """The table."""
+def _converted(demo: PreTrainedModel, plan: AttentionPlan) -> PreTrainedModel:
+    """Wide heads are fitted to keys and values of a text, others averaged."""
+    if not plan.is_wide:
+        return convert(demo, plan)
+    tokenizer = checkpoints.open_checkpoint(DEMO).tokenizer
+    text = Texts("stdlib").load(tokenizer, 512, eval_tokens=256, sequence_length=256, calibration_tokens=2048)
+    return convert(demo, plan, fusion="least_squares", calibration=calibrate(demo, text.calibration))
+
+
+def measure(folder: Path, only: str = "") -> str:
+    """The table, of the plans whose name has the word `only`."""
     for engine in ENGINES.values():
         engine.find(None)  # before any work
     demo, text = checkpoint.load(DEMO, torch.float32), HEAD
-    for index, (kind, plan) in enumerate(plans().items()):
-        source = checkpoint.save(demo if plan is None else convert(demo, plan), folder / f"source-{index}", DEMO)
+    chosen = [(kind, plan) for kind, plan in plans().items() if only in kind]
+    for index, (kind, plan) in enumerate(chosen):
+        source = checkpoint.save(demo if plan is None else _converted(demo, plan), folder / f"source-{index}", DEMO)
         for engine, target in TARGETS.items():
             out = folder / f"{target}-{index}"
             record = export_checkpoint(
@@ -80,8 +96,8 @@ def measure(folder: Path) -> str:
 
 def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        table = measure(Path(folder))
-    if not words:
+        table = measure(Path(folder), words[1] if words[:1] == ["--only"] else "")
+    if words[:1] in ([], ["--only"]):
         print(table)
         return
     page = Path(words[0])

@@ -511,9 +511,9 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | Sequence[str] | None,
         Typed(str | None),
         typer.Option(
-            help="With --engine llama.cpp: measure loss, bytes, speed and the sequences that fit "
-            "with these cache formats, commas between them, keys and values apart with a slash: "
-            "f16,q8_0,q8_0/q4_0,q4_0."
+            help="With --engine llama.cpp or vLLM: measure loss, bytes, speed and the sequences "
+            "that fit with these cache formats, commas between them, keys and values apart with a "
+            "slash: f16,q8_0,q8_0/q4_0,q4_0; of vLLM auto,fp8."
         ),
     ] = None
     cache_memory: Annotated[

@@ -1,4 +1,4 @@
-"""`headfold evaluate --engine llama.cpp --cache-types`: a model in several formats of the cache.
+"""`headfold evaluate --engine ENGINE --cache-types`: a model in several formats of the cache.
 
 Loss, bytes and speed are those of the engine itself: it scores the held-out text and reports its
 cache. What our runtime computes of the same formats is `headfold evaluate --cache-format`.
@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 
 from attention.base.progress import stage
-from attention.cache_formats import LLAMA_CPP, CacheFormatError, CachePair, read_pairs
+from attention.cache_formats import (
+    AS_WEIGHTS,
+    LLAMA_CPP,
+    VLLM,
+    CacheFormatError,
+    CachePair,
+    read_pairs,
+)
 from attention.checkpoint import Checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.long_context import SHORTEST, context_lengths
-from orchestrator.serving import llama_cpp
 from orchestrator.serving.check import MEMORY
-from orchestrator.serving.engine import EngineError
+from orchestrator.serving.engine import Engine, EngineError, ScoreQuestion, TextScores
+from orchestrator.serving.engines import engine as engine_named
 from orchestrator.serving.speed import (
     REPETITIONS,
     ROUNDS,
@@ -39,8 +46,8 @@ from trainers.evaluation import comparison
 SCORED_TOKENS = 2048
 """Default: llama.cpp scores one token per request."""
 _SECONDS = 4 * 3600  # that it may take to score the text in one format
-_REFERENCE = CachePair.parse("f16")
-"""The reference of losses and bytes; always measured."""
+_REFERENCES = {LLAMA_CPP: CachePair.parse("f16"), VLLM: AS_WEIGHTS}
+"""What losses and bytes are compared with in each engine; always measured."""
 _Row = tuple[str, CachePair]
 
 
@@ -69,20 +76,21 @@ class CacheTypeRow(TypedDict):
 
 
 class CacheTypesRecord(TypedDict):
-    """The JSON of `headfold evaluate --engine llama.cpp --cache-types`."""
+    """The JSON of `headfold evaluate --engine ENGINE --cache-types`."""
 
     engine: str
     version: str
+    device: str
     checkpoint: str
     original: NotRequired[str]
     reference: str
-    """The model that losses and bytes are compared with, in 16 bits."""
+    """The model that losses and bytes are compared with, in the format of the first row."""
     eval_data: str
     sequence_length: int
     eval_tokens: int
     """Tokens that are scored in every row."""
     left_out_tokens: int
-    """Tokens that end within a character, of which the engine reports no log-probability."""
+    """Tokens that end within a character, of which llama.cpp reports no log-probability."""
     context_length: int
     speed_tokens: int
     measurements: int
@@ -98,6 +106,7 @@ def cache_types_record(
     sequences: Tensor,
     eval_data: str,
     *,
+    engine: str,
     python: str | None = None,
     length: str | None = None,
     tokens: int = 32,
@@ -105,17 +114,18 @@ def cache_types_record(
     dtype: str = checkpoints.AUTO,
     seed: int = 0,
 ) -> CacheTypesRecord:
-    """Measure models with their caches in several formats in llama.cpp.
+    """Measure models with their caches in several formats in an engine.
 
     Each model is exported once. Speeds are medians as in `orchestrator.serving.speed`, of all rows
     in turn.
 
     Args:
         models: By what they are: `checkpoint`, and `original` if there is one.
-        pairs: The formats; 16 bits are measured first in any case.
+        pairs: As of `read_cache_types`.
         sequences: Held-out text, `[N, T]`.
         eval_data: Its source, for the record.
-        python: An interpreter that has llama.cpp.
+        engine: Its name.
+        python: An interpreter that has it.
         length: The context length of the speed; None for T, or the shortest that is timed.
         tokens: To decode for the speed; 0 for no speed.
         memory: Bytes of cache in which sequences are to fit.
@@ -123,10 +133,11 @@ def cache_types_record(
         seed: Of the prompts of the speed.
 
     Raises:
-        EngineError: If llama.cpp is not installed, before any work, or fails.
+        EngineError: If the engine is not installed, before any work, or fails.
         ConfigError: For what a user can mend.
     """
-    interpreter = llama_cpp.find(python)
+    chosen = engine_named(engine)
+    interpreter = chosen.find(python)
     positions = min(model.geometry.max_positions for model in models.values())
     at = context_lengths(length or str(max(SHORTEST, sequences.shape[1])), positions)
     if len(at) > 1:
@@ -136,28 +147,27 @@ def cache_types_record(
             f"speed_tokens: expected at least 2 tokens to decode, and fewer than the context of "
             f"{at[0]}, or 0 for no speed; got {tokens}"
         )
-    pairs = tuple(dict.fromkeys((_REFERENCE, *pairs)))
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
-        engine = llama_cpp.ENGINE
         files = {
-            key: exported(key, model.path, engine, Path(folder) / key, dtype)
+            key: exported(key, model.path, chosen, Path(folder) / key, dtype)
             for key, model in reversed(list(models.items()))  # the original first
         }
         rows: dict[_Row, Exported] = {
             (key, pair): replace(file, cache=pair) for key, file in files.items() for pair in pairs
         }
-        scores = _scores(interpreter, rows, sequences)
+        scores = _scores(chosen, interpreter, rows, sequences)
         speeds: dict[_Row, ModelSpeed] = {}
         if tokens:
             prompts = random_prompts([at[0] - tokens], files, seed)
-            answers = rounds(engine, interpreter, rows, prompts, tokens, memory)
+            answers = rounds(chosen, interpreter, rows, prompts, tokens, memory)
             speeds = {row: medians(at[0], 0, tokens, each) for row, each in answers.items()}
     losses = {row: _losses(each) for row, each in scores.items()}
     reference = next(iter(rows))
     scored = ~torch.stack([each.isnan() for each in losses.values()]).any(dim=0)
     return CacheTypesRecord(
-        engine=engine.name,
+        engine=chosen.name,
         version=scores[reference].version,
+        device=scores[reference].device,
         **{key: model.name for key, model in models.items()},
         reference=reference[0],
         eval_data=eval_data,
@@ -175,44 +185,54 @@ def cache_types_record(
 
 
 def read_cache_types(text: str | Sequence[str], engine: str) -> tuple[CachePair, ...]:
-    """Return the formats that are to be measured in an engine.
+    """Return the formats that are to be measured in an engine, that of the reference first.
 
     Raises:
-        ConfigError: For formats that are unknown, listed twice, or not of llama.cpp; and for
-            another engine.
+        ConfigError: For formats that are unknown, listed twice, or not of the engine; and for an
+            engine whose cache has none.
     """
-    if engine.lower() != LLAMA_CPP:
+    name = next((each for each in _REFERENCES if each.lower() == engine.lower()), None)
+    if name is None:
         raise ConfigError(
-            f"cache_types: measured in llama.cpp alone, got {engine}; leave out --cache-types, or "
-            "take --engine llama.cpp"
+            f"cache_types: measured in {' or '.join(_REFERENCES)}, got {engine}; leave out "
+            f"--cache-types, or take --engine {LLAMA_CPP}"
         )
+    reference = _REFERENCES[name]
+    entries = text.split(",") if isinstance(text, str) else text
     try:
-        pairs = read_pairs(text)
+        pairs = read_pairs([each for each in entries if each.strip() != reference.name])
     except CacheFormatError as error:
         raise ConfigError(f"cache_types: {error}") from None
     for pair in pairs:
-        if LLAMA_CPP not in pair.engines:
-            raise ConfigError(f"cache_types: llama.cpp has no cache in {pair.name}")
-    return pairs
+        if name not in pair.engines:
+            raise ConfigError(f"cache_types: {name} has no cache in {pair.name}")
+    return (reference, *pairs)
 
 
 def _scores(
-    python: str, rows: Mapping[_Row, Exported], sequences: Tensor
-) -> dict[_Row, llama_cpp.Scores]:
-    """Return the log-probabilities and the cache's bytes of each row, by llama.cpp."""
-    scores: dict[_Row, llama_cpp.Scores] = {}
-    with stage(f"loss in {llama_cpp.NAME}", len(rows), "runs") as progress:
+    engine: Engine, python: str, rows: Mapping[_Row, Exported], sequences: Tensor
+) -> dict[_Row, TextScores]:
+    """Return the log-probabilities and the cache's bytes of each row, by the engine."""
+    assert engine.score is not None
+    scores: dict[_Row, TextScores] = {}
+    with stage(f"loss in {engine.name}", len(rows), "runs") as progress:
         for row, model in rows.items():
-            file = model.folder / "model.gguf"
-            tokens = sequences.tolist()
-            width = model.held.head_dim
-            scores[row] = llama_cpp.score(python, file, tokens, row[1], width, _SECONDS)
+            question = ScoreQuestion(
+                folder=model.folder,
+                sequences=sequences.tolist(),
+                dtype=model.dtype,
+                held=model.held,
+                cache=row[1],
+                seconds=_SECONDS,
+                own_code=model.own_code,
+            )
+            scores[row] = engine.score(python, question)
             progress.step()
     return scores
 
 
 def _table(
-    scores: Mapping[_Row, llama_cpp.Scores],
+    scores: Mapping[_Row, TextScores],
     losses: Mapping[_Row, Tensor],
     scored: Tensor,
     speeds: Mapping[_Row, ModelSpeed],
@@ -221,7 +241,7 @@ def _table(
     """Return the row of each model in each format; the first one is the reference.
 
     Args:
-        scores: What llama.cpp reports.
+        scores: What the engine reports.
         losses: Of each token.
         scored: The tokens that have a loss in every row.
         speeds: Of each row; empty if none were measured.
@@ -244,7 +264,7 @@ def _table(
             loss_increase_stderr=compared["loss_increase_stderr"],
             kv_bytes_per_token=size,
             share=size / scores[reference].kv_bytes_per_token,
-            sequences=memory // size,
+            sequences=int(memory // size),
         )
         if row in speeds:
             entry["prefill_tokens_per_second"] = speeds[row]["prefill_tokens_per_second"]
@@ -253,12 +273,12 @@ def _table(
     return table
 
 
-def _losses(scores: llama_cpp.Scores) -> Tensor:
+def _losses(scores: TextScores) -> Tensor:
     """Return the loss of each token but the first of each sequence; NaN for those left out."""
     rows = [[torch.nan if x is None else -x for x in row] for row in scores.log_probabilities]
     losses = torch.tensor(rows, dtype=torch.float64)
     if bool(losses.isnan().all(dim=1).any()):
-        raise EngineError("llama.cpp reports no log-probability of any token of a sequence")
+        raise EngineError("the engine reports no log-probability of any token of a sequence")
     return losses
 
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attention.base.messages import cut
 from attention.cache_formats import CachePair
@@ -18,7 +18,7 @@ from attention.io.targets import EngineSupport
 from orchestrator.child_processes import Child
 
 CHILDREN = Path(__file__).parent / "children"
-_SECONDS = 900  # that an engine may take to load a model and answer
+SECONDS = 900  # that an engine may take to load a model and answer
 
 
 class EngineError(ValueError):
@@ -145,6 +145,42 @@ class SpeedAnswer:
 
 
 @dataclass(frozen=True)
+class ScoreQuestion:
+    """Text that an engine scores with its cache in a format; other fields as in `Question`.
+
+    Attributes:
+        sequences: Token ids.
+        cache: The formats of keys and values.
+        seconds: That it may take.
+    """
+
+    folder: Path
+    sequences: Sequence[Sequence[int]]
+    dtype: str
+    held: EngineSupport
+    cache: CachePair
+    seconds: float
+    own_code: bool = False
+
+
+class TextScores(NamedTuple):
+    """What an engine makes of given text.
+
+    Attributes:
+        log_probabilities: Of each token but the first of each sequence; None for tokens of which
+            the engine reports none.
+        kv_bytes_per_token: Of its cache, as it reports it.
+        version: Of the engine.
+        device: That it ran on, as torch names it.
+    """
+
+    log_probabilities: list[list[float | None]]
+    kv_bytes_per_token: float
+    version: str
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
 class Engine:
     """An engine, by what it can do.
 
@@ -153,12 +189,14 @@ class Engine:
             EngineError saying how to install it.
         ask: Takes the interpreter and a question; raises EngineError if it does not answer.
         time: Likewise.
+        score: Likewise; None for an engine whose cache has no formats.
     """
 
     name: str
     find: Callable[[str | None], str]
     ask: Callable[[str, Question], Answer]
     time: Callable[[str, SpeedQuestion], SpeedAnswer]
+    score: Callable[[str, ScoreQuestion], TextScores] | None = None
 
 
 def run_child(
@@ -166,7 +204,7 @@ def run_child(
     command: Sequence[str],
     request: Mapping[str, Any],
     environment: Mapping[str, str],
-    seconds: float = _SECONDS,
+    seconds: float = SECONDS,
 ) -> tuple[dict[str, Any], str]:
     """Run a command with a file of the request as its last argument.
 

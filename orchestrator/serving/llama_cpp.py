@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from attention.cache_formats import CachePair
 from attention.plan import BYTES
@@ -24,8 +24,10 @@ from orchestrator.serving.engine import (
     EngineError,
     EngineRun,
     Question,
+    ScoreQuestion,
     SpeedAnswer,
     SpeedQuestion,
+    TextScores,
     completions_of,
     has_module,
     idle_threads,
@@ -99,21 +101,6 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     )
 
 
-class Scores(NamedTuple):
-    """The losses that llama.cpp computes of given text.
-
-    Attributes:
-        log_probabilities: Of each token but the first of each sequence; None for tokens that end
-            within a character.
-        kv_bytes_per_token: Of its cache, as it reports it.
-        version: Of llama.cpp.
-    """
-
-    log_probabilities: list[list[float | None]]
-    kv_bytes_per_token: int
-    version: str
-
-
 def score(
     python: str,
     file: Path,
@@ -121,7 +108,7 @@ def score(
     pair: CachePair,
     head_dim: int,
     seconds: float,
-) -> Scores:
+) -> TextScores:
     """Score the tokens of `sequences` with flash attention and a cache of the formats `pair`.
 
     Args:
@@ -144,7 +131,19 @@ def score(
     command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
     answer, log = run_child(NAME, command, request, os.environ, seconds)
     size = kv_bytes_per_token(log, _head_bytes(pair, head_dim))
-    return Scores(answer["scores"], size, answer["version"])
+    return TextScores(answer["scores"], size, answer["version"])
+
+
+def _score(python: str, question: ScoreQuestion) -> TextScores:
+    """Score the text of a question."""
+    return score(
+        python,
+        question.folder / "model.gguf",
+        question.sequences,
+        question.cache,
+        question.held.head_dim,
+        question.seconds,
+    )
 
 
 def _head_bytes(pair: CachePair, head_dim: int) -> int:
@@ -215,4 +214,4 @@ def kv_bytes_per_token(log: str, head_bytes: int) -> int:
     return round(measured / head_bytes) * head_bytes
 
 
-ENGINE = Engine(NAME, find, ask, time)
+ENGINE = Engine(NAME, find, ask, time, _score)

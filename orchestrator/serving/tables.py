@@ -91,15 +91,16 @@ def _speeds(row: Mapping[str, Any]) -> list[str]:
 
 
 def print_cache_types(record: Mapping[str, Any]) -> None:
-    """Print what `headfold evaluate --engine llama.cpp --cache-types` has measured."""
-    out = console()
+    """Print what `headfold evaluate --engine ENGINE --cache-types` has measured."""
+    out, rows = console(), record["cache_types"]
     left_out = record["left_out_tokens"]
     out.print(
         f"{record['engine']} ({record['version']}), weights in {record['dtype']}; loss of "
         f"{record['eval_tokens']:,} tokens of {record['eval_data']} in sequences of "
         f"{record['sequence_length']}"
         + (f" ({left_out:,} within a character left out)" if left_out else "")
-        + f", increase and share relative to the {record['reference']} in f16; "
+        + f", increase and share relative to the {record['reference']} in "
+        f"{rows[0]['cache_format']}; "
         + (
             f"speed of one sequence of {record['context_length']}, {record['speed_tokens']} tokens "
             f"of it decoded, medians of {record['measurements']}; "
@@ -111,6 +112,12 @@ def print_cache_types(record: Mapping[str, Any]) -> None:
         markup=False,
     )
     out.print(cache_types_table(record).for_terminal())
+    if record["device"] == "cpu" and any(row["cache_format"] == "fp8" for row in rows):
+        out.print(
+            "vLLM rounds fp8 toward zero on a CPU, and to the nearest on GPUs: the loss there is "
+            "what --cache-format fp8 measures.",
+            markup=False,
+        )
 
 
 def print_speed(record: Mapping[str, Any]) -> None:

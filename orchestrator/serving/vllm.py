@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.serving.engine import (
     CHILDREN,
+    SECONDS,
     Answer,
     Engine,
     EngineError,
     EngineRun,
     Question,
+    ScoreQuestion,
     SpeedAnswer,
     SpeedQuestion,
+    TextScores,
     completions_of,
     has_module,
     run_child,
@@ -25,6 +29,7 @@ from orchestrator.serving.engine import (
 NAME = "vLLM"
 VARIABLE = "HEADFOLD_VLLM_PYTHON"
 ROUNDING = 1e-3  # it computes in float32
+SCORED_MEMORY = 2**30  # bytes of the cache that text is scored in
 
 
 def find(python: str | None) -> str:
@@ -41,7 +46,8 @@ def find(python: str | None) -> str:
 
 def ask(python: str, question: Question) -> Answer:
     """Complete prompts in float32."""
-    answer = _run(python, question, "float32", 0, question.texts is not None)
+    request = _prompts(question) | {"repetitions": 0, "has_tokenizer": question.texts is not None}
+    answer = _run(python, question, request, "float32", question.memory)
     runs = [EngineRun("float32", completions_of(answer), ROUNDING)]
     cache_bytes = answer["cache_bytes"] / answer["capacity"]
     return Answer(answer["version"], runs, "float32", cache_bytes, answer["capacity"])
@@ -49,36 +55,62 @@ def ask(python: str, question: Question) -> Answer:
 
 def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     """Time it in the dtype of the weights, without graphs (`enforce_eager`)."""
-    answer = _run(python, question, question.dtype, question.repetitions, False)
+    request = _prompts(question) | {"repetitions": question.repetitions}
+    cache_dtype = question.dtype
+    if question.cache is not None:
+        cache_dtype = request["cache_dtype"] = question.cache.vllm_name
+    answer = _run(python, question, request, question.dtype, question.memory)
     cache_bytes = answer["cache_bytes"] / answer["capacity"]
     return SpeedAnswer(
-        answer["version"], answer["seconds"], question.dtype, cache_bytes, answer["capacity"]
+        answer["version"], answer["seconds"], cache_dtype, cache_bytes, answer["capacity"]
     )
+
+
+def score(python: str, question: ScoreQuestion) -> TextScores:
+    """Score the tokens of `sequences` with a cache of the formats `cache`.
+
+    A sequence is computed at once, and its attention reads keys and values from the cache.
+    """
+    request = {
+        "sequences": [list(sequence) for sequence in question.sequences],
+        "cells": max(map(len, question.sequences)),
+        "cache_dtype": question.cache.vllm_name,
+    }
+    answer = _run(python, question, request, question.dtype, SCORED_MEMORY, question.seconds)
+    cache_bytes = answer["cache_bytes"] / answer["capacity"]
+    return TextScores(answer["scores"], cache_bytes, answer["version"], answer["device"])
+
+
+def _prompts(question: Question | SpeedQuestion) -> dict[str, object]:
+    """Return what a request says of completions."""
+    return {
+        "prompts": [list(prompt) for prompt in question.prompts],
+        "tokens": question.tokens,
+        "cells": question.longest,
+    }
 
 
 def _run(
     python: str,
-    question: Question | SpeedQuestion,
+    question: Question | SpeedQuestion | ScoreQuestion,
+    request: Mapping[str, object],
     dtype: str,
-    repetitions: int,
-    has_tokenizer: bool,
+    memory: int,
+    seconds: float = SECONDS,
 ) -> dict[str, Any]:
-    request = {
+    """Return the answer to a request about the model of a question."""
+    model = {
         "folder": str(question.folder),
-        "prompts": [list(prompt) for prompt in question.prompts],
-        "tokens": question.tokens,
-        "repetitions": repetitions,
         "dtype": dtype,
-        "memory": question.memory,
-        "cells": question.longest,
-        "has_tokenizer": has_tokenizer,
+        "memory": memory,
         "trust_remote_code": question.own_code,
         "model_impl": _implementation(question.folder),
     }
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))
     }
-    return run_child(NAME, [python, "-P", str(CHILDREN / "vllm_child.py")], request, environment)[0]
+    command = [python, "-P", str(CHILDREN / "vllm_child.py")]
+    return run_child(NAME, command, {**request, **model}, environment, seconds)[0]
 
 
 def _implementation(folder: Path) -> str:
@@ -87,4 +119,4 @@ def _implementation(folder: Path) -> str:
     return "transformers" if "per_layer_config" in config else "auto"
 
 
-ENGINE = Engine(NAME, find, ask, time)
+ENGINE = Engine(NAME, find, ask, time, score)

@@ -110,7 +110,8 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             return
         if self.options.cache_types is not None:
             raise ConfigError(
-                "cache_types: measured in an engine; add --engine llama.cpp, or take --cache-format"
+                "cache_types: measured in an engine; add --engine llama.cpp or vLLM, or take "
+                "--cache-format"
             )
         if self.options.engine_python is not None:
             raise ConfigError(
@@ -295,6 +296,7 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
                 self.cache_types,
                 texts.held_out,
                 texts.facts["eval_data"],
+                engine=engine,
                 python=options.engine_python,
                 length=options.context_lengths,
                 tokens=options.speed_tokens,

@@ -1,6 +1,7 @@
-"""Complete prompts with vLLM, or time it: `python vllm_child.py REQUEST.json`.
+"""Complete prompts with vLLM, time or score it: `python vllm_child.py REQUEST.json`.
 
-It runs in the environment where vLLM lives, and is timed where the request has `repetitions`.
+It runs in the environment where vLLM lives. It is timed where the request has `repetitions`, and
+scores the tokens of `sequences`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,18 @@ def main():
         max_num_seqs=8,
         trust_remote_code=request["trust_remote_code"],
         model_impl=request["model_impl"],
-        skip_tokenizer_init=not request["has_tokenizer"],
+        skip_tokenizer_init=not request.get("has_tokenizer"),
+        kv_cache_dtype=request.get("cache_dtype", "auto"),
         enable_prefix_caching=False,
         disable_log_stats=True,
         **({"kv_cache_memory_bytes": request["memory"]} if request.get("device_memory") else {}),
     )
     version = {"version": f"vLLM {vllm.__version__}"}
+    if "sequences" in request:
+        device = engine.llm_engine.vllm_config.device_config.device_type
+        answer = {"scores": scored(vllm, engine, request["sequences"]), "device": device}
+        print(json.dumps(version | answer | cache(engine)), flush=True)
+        return
     if request["repetitions"]:
         times = {"seconds": timed(vllm, engine, request)}
         print(json.dumps(version | times | cache(engine)), flush=True)
@@ -89,6 +96,36 @@ def timed(vllm, engine, request):
 
     seconds(prompts[-1])  # the first one touches memory that is not there yet
     return [[seconds(prompt) for _ in range(request["repetitions"])] for prompt in prompts]
+
+
+def scored(vllm, engine, sequences):
+    """Return the log-probability of each token of each sequence but the first.
+
+    The last token is the one that may be generated, so that a sequence may be as long as the
+    context; its log-probability is the one before others were forbidden.
+    """
+    settings = [
+        vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            logprobs=0,
+            allowed_token_ids=[sequence[-1]],
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for sequence in sequences
+    ]
+    prompts = [{"prompt_token_ids": sequence[:-1]} for sequence in sequences]
+    result = []
+    for sequence, output in zip(
+        sequences, engine.generate(prompts, settings, use_tqdm=False), strict=True
+    ):
+        steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        result.append(
+            [step[token].logprob for token, step in zip(sequence[1:], steps, strict=True)]
+        )
+    return result
 
 
 def cache(engine):

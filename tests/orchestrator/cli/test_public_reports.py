@@ -409,7 +409,10 @@ def test_scales_of_a_quantised_cache_are_named_and_not_carried_over(
     ran = convert(folder, "--kv-ratio", "0.5", "--out", "half")
     assert ran.code == 0, ran.err
     assert "not used: model.layers.0.self_attn.k_scale" in caplog.text  # on stderr in a separate process
-    assert not [name for name in load_file(folder / "half" / "model.safetensors") if name.endswith("_scale")]
+    ran = run_in(folder, ["export", "model", "--target", "vllm", "--out", "exported"])
+    assert ran.code == 0, ran.err
+    for written in ("half", "exported"):
+        assert not [name for name in load_file(folder / written / "model.safetensors") if name.endswith("_scale")]
 
 
 @of_report(13)

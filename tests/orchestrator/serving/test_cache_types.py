@@ -1,9 +1,11 @@
-"""`headfold evaluate --engine llama.cpp --cache-types`: losses are our runtime's, bytes those of the formats."""
+"""`headfold evaluate --engine ENGINE --cache-types`: losses are our runtime's, bytes those of the formats."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import run_here
@@ -17,7 +19,7 @@ from attention.io import checkpoint
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 from orchestrator import checkpoints
-from orchestrator.serving import cache_types, speed
+from orchestrator.serving import cache_types, speed, vllm
 from trainers.evaluation import evaluate
 from trainers.text.data import Texts
 
@@ -84,10 +86,46 @@ def test_no_speed_is_measured_if_nothing_is_to_be_decoded(
     assert "tokens/s" not in capsys.readouterr().out
 
 
+def test_vllm_is_asked_for_its_own_choice_and_for_fp8(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[dict[str, Any]] = []
+
+    def answer(name: str, command: Sequence[str], request: dict[str, Any], *_: object) -> tuple[dict[str, Any], str]:
+        requests.append(request)
+        loss, size = {"auto": (2.0, 4096), "fp8": (2.25, 2048)}[request["cache_dtype"]]
+        answers: dict[str, Any] = {"version": "vLLM 0", "capacity": 10, "cache_bytes": 10 * size}
+        if "sequences" in request:
+            return answers | {"scores": [[-loss] * 31 for _ in request["sequences"]], "device": "cpu"}, ""
+        return answers | {"seconds": [[(1.0, 1.0)] * request["repetitions"]]}, ""
+
+    monkeypatch.setattr(vllm, "has_module", lambda *_: True)
+    monkeypatch.setattr(vllm, "run_child", answer)
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    options = ["--cache-types", "fp8", "--data", "stdlib", "--eval-tokens", "64", "--sequence-length", "32"]
+    file = tmp_path / "record.json"
+    assert run_here("evaluate", demo_dir, "--engine", "vllm", *options, "--speed-tokens", "4", "--json", file) == 0
+    record = json.loads(file.read_text())
+    assert [request["cache_dtype"] for request in requests] == ["auto", "fp8"] * 2
+    assert requests[0]["cells"] == 32 and "repetitions" not in requests[0]
+    rows = record["cache_types"]
+    assert [(row["cache_format"], row["loss_increase"], row["share"]) for row in rows] == [
+        ("auto", 0, 1),
+        ("fp8", 0.25, 0.5),
+    ]
+    assert [row["sequences"] for row in rows] == [2**30 // 4096 // 64, 2**30 // 2048 // 64]
+    assert all("decode_tokens_per_second" in row for row in rows)
+    printed = capsys.readouterr().out
+    assert "rounds fp8 toward zero on a CPU" in printed and "relative to the checkpoint in auto" in " ".join(
+        printed.split()
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--engine", "vLLM", "--cache-types", "f16"], "take --engine llama.cpp"),
+        (["--engine", "transformers", "--cache-types", "f16"], "take --engine llama.cpp"),
+        (["--engine", "vllm", "--cache-types", "auto,q8_0"], "vLLM has no cache in q8_0"),
         (["--cache-types", "f16"], "add --engine llama.cpp"),
         (["--engine", "llama.cpp", "--cache-types", "f16,fp8"], "llama.cpp has no cache in fp8"),
         (["--engine", "llama.cpp", "--cache-types", "f16,q8_0,q8_0,q4_0"], "q8_0 is listed twice"),

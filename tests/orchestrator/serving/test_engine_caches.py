@@ -1,7 +1,8 @@
-"""Our losses with a cache of llama.cpp's formats against those of llama.cpp."""
+"""Our losses with a cache of an engine's formats against those of the engine."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from attention.cache_formats import LLAMA_CPP, CachePair
+from attention.cache_formats import AS_WEIGHTS, LLAMA_CPP, CachePair
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert
 from attention.engine_cache import engine_cache, with_engine_heads
 from attention.io import checkpoint
 from attention.io.export import export
+from attention.io.targets import EngineSupport
+from attention.modeling import rounded_cache
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
+from orchestrator.serving import vllm
+from orchestrator.serving.engine import ScoreQuestion
 from orchestrator.serving.llama_cpp import score
 from trainers.evaluation import evaluate
 
@@ -93,3 +98,40 @@ def test_losses_of_heads_of_64_are_those_of_llama_cpp(demo_dir: Path, demo_token
     model = LlamaForCausalLM(config).eval()
     file = _export(model, tmp_path, demo_dir)
     _check(model, file, _text(demo_tokenizer), ["f16", "q8_0", "q5_1", "q4_0", "q8_0,q4_0"])
+
+
+def _toward_zero(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """As vLLM 0.32 rounds to e4m3 on x86 CPUs (`csrc/cpu/cpu_attn_fp8.hpp`): it drops further bits of the mantissa."""
+    exact = (x / scale).clamp(-448, 448)
+    near = exact.to(torch.float8_e4m3fn)
+    code = near.view(torch.uint8) - (near.float().abs() > exact.abs()).to(torch.uint8)
+    return code.view(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(vllm.VARIABLE not in os.environ, reason=f"vLLM: `make engines`, or {vllm.VARIABLE}=PYTHON")
+def test_losses_are_those_of_vllm(
+    demo_model: PreTrainedModel,
+    demo_dir: Path,
+    demo_tokenizer: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its fp8 on a CPU is ours but for the rounding of a number, which GPUs do to the nearest."""
+    text = _text(demo_tokenizer)
+    export(demo_dir, "vllm", tmp_path / "vllm", demo_dir, dtype="float32")
+    fp8, ours = CachePair.parse("fp8"), {"auto": evaluate(demo_model, text).token_losses}
+    for name in ("nearest", "fp8"):
+        with engine_cache(demo_model, fp8):
+            ours[name] = evaluate(demo_model, text).token_losses
+        monkeypatch.setattr(rounded_cache, "_round_fp8", _toward_zero)
+    for pair, size in ((AS_WEIGHTS, 8192), (fp8, 2048)):
+        question = ScoreQuestion(
+            tmp_path / "vllm", text.tolist(), "float32", EngineSupport.of([8] * 4, 32), pair, seconds=600
+        )
+        scored = vllm.score(vllm.find(None), question)
+        assert (scored.device, scored.kv_bytes_per_token) == ("cpu", size)
+        theirs = -torch.tensor(scored.log_probabilities)
+        apart = {name: float((losses - theirs).square().mean().sqrt()) for name, losses in ours.items()}
+        assert apart.pop(pair.name) < 5e-3 < min(apart.values()), apart
