@@ -353,4 +353,4 @@ def _words(record: FormatRecord) -> str:
         return words
     error = record.get("loss_increase_stderr")
     deviation = "" if error is None else f" ± {error:.3f}"
-    return f"{words}, loss {number(record['loss_increase'], '+.3f')}{deviation}"
+    return f"{words}, loss {number(record['loss_increase'], '+z.3f')}{deviation}"

@@ -100,6 +100,6 @@ def halved(name: str, folder: Path, cache: str, scale: Scale) -> Iterator[Row]:
     for recipe, settings in (("least_squares", {}), ("headfold_gqa", scale.pick({"refinement.fit_steps": 2}, {}))):
         ours: Any = Convert(ConvertOptions(recipe=recipe, overrides=settings, **same)).run()
         increases = (
-            f"loss {means['original_loss']:.2f}, {ours['loss_increase']:+.3f} against {means['loss_increase']:+.3f}"
+            f"loss {means['original_loss']:.2f}, {ours['loss_increase']:+z.3f} against {means['loss_increase']:+z.3f}"
         )
         yield Row(f"{name}, {recipe}", ours["kl"], means["kl"], "nats", increases)

@@ -335,8 +335,8 @@ def search(work: Workspace) -> Iterator[Row]:
         yield {
             "recipe": trial["recipe"],
             "KV cache": f"{trial['actual_kv_ratio'] or trial['kv_ratio']:.1%}",
-            "untrained": f"{first['loss_increase']:+.3f}",
-            "trained": f"{last['loss_increase']:+.3f}",
+            "untrained": f"{first['loss_increase']:+z.3f}",
+            "trained": f"{last['loss_increase']:+z.3f}",
             "steps": str(last["step"]),
             "status": trial["status"],
         }
@@ -347,7 +347,7 @@ def search(work: Workspace) -> Iterator[Row]:
             "recipe": f"{model['recipe']}, promoted",
             "KV cache": f"{model['kv_ratio']:.1%}",
             "untrained": "",
-            "trained": f"{model['loss'] - record['original_loss']:+.3f}",
+            "trained": f"{model['loss'] - record['original_loss']:+z.3f}",
             "steps": str(model.get("step", "")),
             "status": f"the whole search: {_minutes(record)} minutes",
         }
@@ -410,7 +410,7 @@ def _minutes(record: Mapping[str, Any]) -> str:
 
 def _increase(record: Mapping[str, Any]) -> str:
     error = record.get("loss_increase_stderr")
-    return f"{record['loss_increase']:+.3f}" + (f" ± {error:.3f}" if error is not None else "")
+    return f"{record['loss_increase']:+z.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -335,7 +335,7 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
         row["label"],
         percent(row["kv_ratio"]),
         _mean_and_sd_text(row["loss"]) + (records.UNFINISHED_SIGN * row["loss_unfinished"]),
-        number(row["loss_increase"], "+.3f"),
+        number(row["loss_increase"], "+z.3f"),
         _mean_and_sd_text(row["untrained"]) + (" pooled" if row["pooled"] else ""),
         " ".join(
             filter(

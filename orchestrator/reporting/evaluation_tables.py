@@ -72,7 +72,7 @@ def recall_table(recall: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]
 
 def increase_of(record: Mapping[str, Any]) -> str:
     """Return the increase of the loss, with its standard error over several sequences."""
-    return _with_error(f"{record['loss_increase']:+.3f}", record.get("loss_increase_stderr"))
+    return _with_error(f"{record['loss_increase']:+z.3f}", record.get("loss_increase_stderr"))
 
 
 def polish_of(work: Mapping[str, Any]) -> str:

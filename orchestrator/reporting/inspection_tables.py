@@ -174,7 +174,7 @@ def print_inspection(record: Mapping[str, Any]) -> None:
             f"Loss increase when only the {side}s of one layer are fused into this many heads:"
         )
         rows = [
-            [str(entry["layer"]), *(number(entry[side].get(count), "+.3f") for count in counts)]
+            [str(entry["layer"]), *(number(entry[side].get(count), "+z.3f") for count in counts)]
             for entry in record["sensitivity"]
         ]
         out.print(Table(("layer", *counts), rows).for_terminal(), "\n")
@@ -186,7 +186,7 @@ def print_inspection(record: Mapping[str, Any]) -> None:
             [
                 percent(budget["kv_ratio"]) + unmet(budget),
                 f"{budget['kv_bytes_per_token']:,}",
-                f"{budget['sum_of_increases']:+.3f}",
+                f"{budget['sum_of_increases']:+z.3f}",
                 " ".join(f"{keys}/{values}" for keys, values in heads),
             ]
         )

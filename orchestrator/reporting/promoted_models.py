@@ -117,7 +117,7 @@ def best_lines(models: Sequence[PromotedModel]) -> list[str]:
         loss = ""
         if (increase := model["loss_increase"]) is not None:
             error = model["loss_increase_stderr"]
-            loss = f", loss {increase:+.3f}" + ("" if error is None else f" ± {error:.3f}")
+            loss = f", loss {increase:+z.3f}" + ("" if error is None else f" ± {error:.3f}")
         share = f"{percent(model['kv_ratio'])} of the KV cache"
         lines.append(
             f"promoted {model['path'] or model['trial_id']}  ({share}{loss}, {model['label']})"

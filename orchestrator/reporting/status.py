@@ -294,7 +294,7 @@ def status_view(status: SearchStatus) -> Group:
                 *(str(point["kv_bytes_per_token_per_gpu"]),) * per_gpu,
                 str(point["step"]),
                 number(point["loss"]) + records.UNFINISHED_SIGN * point["relaxation_unfinished"],
-                number(point["loss_increase"], "+.3f"),
+                number(point["loss_increase"], "+z.3f"),
             )
             for point in status.front[:_POINTS]
         ]

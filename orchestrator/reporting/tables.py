@@ -182,7 +182,7 @@ def _trial_row(trial: TrialRecord, original: OriginalRecord) -> list[str]:
         str(trial.step),
         untrained,
         number(trial.loss),
-        number(trial.loss - original["loss"], "+.3f"),
+        number(trial.loss - original["loss"], "+z.3f"),
         str(trial.best.get("step", NO_VALUE)),
         number(trial.best.get("kl")),
         number(trial.last_loss),

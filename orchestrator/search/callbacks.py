@@ -157,7 +157,7 @@ def progress_note(records: list[TrialRecord], expected: int, original_loss: floa
             ratio: (r.loss - original_loss, r.label) for ratio, r in sorted(best.items())[::-1]
         }
         increases = ", ".join(
-            f"{percent(ratio)} {increase:+.3f} {label}"
+            f"{percent(ratio)} {increase:+z.3f} {label}"
             for ratio, (increase, label) in lowest.items()
         )
         parts.append(f"best loss increase by KV kept: {increases}")

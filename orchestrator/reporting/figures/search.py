@@ -84,7 +84,7 @@ def front_figure(
 
 
 def _words(name: str, size: int | None, loss: float, original: OriginalRecord) -> str:
-    increase = f"loss {loss:.3f} ({loss - original['loss']:+.3f})"
+    increase = f"loss {loss:.3f} ({loss - original['loss']:+z.3f})"
     return f"{name}: {size or 0:,} bytes per token, {increase}"
 
 
@@ -128,7 +128,7 @@ def _draw_trials(
     below.sort(key=lambda t: t.loss)
     for trial in {t.kv_bytes_per_token: t for t in reversed(below)}.values():
         axes.annotate(
-            f"{trial.loss - original['loss']:+.3f}",
+            f"{trial.loss - original['loss']:+z.3f}",
             points[trial.trial_id],
             fontsize=8,
             xytext=(-9, -3),
@@ -160,7 +160,7 @@ def _draw_promoted(
         if model is lowest[size]:
             below = axis.is_none(increase)
             axes.annotate(
-                f"{increase:+.3f}",
+                f"{increase:+z.3f}",
                 point,
                 textcoords="offset points",
                 fontsize=10,
@@ -208,7 +208,7 @@ def rungs_figure(trials: Sequence[TrialRecord], original: OriginalRecord) -> Fig
         heights = [axis.at(increase) for increase in increases]
         (line,) = axes.plot(steps, heights, ls=dashes[trial.kv_ratio], ms=5, lw=1.4, **styles[name])
         points = zip(steps, increases, strict=True)
-        label_points(line, (f"{trial.name}, step {step}: loss {x:+.3f}" for step, x in points))
+        label_points(line, (f"{trial.name}, step {step}: loss {x:+z.3f}" for step, x in points))
         handles[name] = Line2D([], [], ls="", ms=5, **styles[name])
     for ratio, dash in dashes.items():
         label = f"{percent(ratio)} of the KV cache"
@@ -254,7 +254,7 @@ def curve_figure(curve: Mapping[str, Any]) -> Figure:
     axes.plot(sizes, losses, color=COLOURS[0], marker="o", lw=1.4, label=name)
     for point in points:
         axes.annotate(
-            f"{point['kv_ratio']:.0%}\n{point['loss_increase']:+.3f}",
+            f"{point['kv_ratio']:.0%}\n{point['loss_increase']:+z.3f}",
             (point["kv_bytes_per_token"], point["loss"]),
             xytext=(0, 7),
             textcoords="offset points",

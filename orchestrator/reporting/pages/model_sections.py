@@ -81,7 +81,7 @@ def _quality(
     model: PromotedModel, candidate: Mapping[str, Any], original: OriginalRecord
 ) -> list[Stat]:
     original_loss = original["loss"]
-    increase = number(model["loss_increase"], "+.3f")
+    increase = number(model["loss_increase"], "+z.3f")
     perplexity = f"original {math.exp(original_loss):.2f}"
     stats = [
         Stat("held-out loss", number(model["loss"]), f"{increase}; original {original_loss:.3f}"),
@@ -92,7 +92,7 @@ def _quality(
         remark = f"{percent(round(size / original_size, 4))}; original {original_size:,}"
         stats.append(Stat("KV cache, bytes per token", f"{size:,}", remark))
     if (baseline := candidate.get("baseline_loss")) is not None:
-        remark = f"{baseline - original_loss:+.3f}; same number of training steps"
+        remark = f"{baseline - original_loss:+z.3f}; same number of training steps"
         stats.append(Stat("baseline, held-out loss", number(baseline), remark))
         step = candidate.get("best_step")
         steps = candidate.get("steps")

@@ -161,7 +161,7 @@ def _front_section(
     """Return the figure of the search: loss increase against KV cache."""
     promoted = [entry for entry in entries if entry.get("status") == PROMOTED]
     points = [
-        f"{t.kv_bytes_per_token:,} bytes {number(t.loss - original['loss'], '+.3f')} ({t.label})"
+        f"{t.kv_bytes_per_token:,} bytes {number(t.loss - original['loss'], '+z.3f')} ({t.label})"
         for t in records.front(trials, timed=False)[:_ALT_POINTS]
     ]
     models = [f"{e.get('name') or e['recipe']}: {number(e.get('loss'))}" for e in promoted]
