@@ -21,7 +21,6 @@ from torch import Tensor
 from attention.io import checkpoint
 from attention.io.files import written_whole
 from orchestrator import checkpoints
-from orchestrator.cluster.ray_tasks import each_on_cluster
 from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
 from trainers.text.token_sets import TokenSequences, read_sequences
@@ -101,6 +100,8 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, options: Mapping[s
         cache: The folder.
         options: Of the Ray tasks, as `ray.remote` takes them.
     """
+    from orchestrator.cluster.ray_tasks import each_on_cluster
+
     missing = {phase.file(cache): phase for phase in phases if not phase.file(cache).exists()}
     calls = [(phase, str(file)) for file, phase in missing.items()]
     if calls:
