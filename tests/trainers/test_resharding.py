@@ -115,6 +115,7 @@ def forget(file: Path) -> None:
     torch.save(record, file)
 
 
+@pytest.mark.extended
 def test_a_checkpoint_that_cannot_be_read_is_reported_by_all_workers(on_all: Any, model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "checkpoint"
     on_all(2, tmp_path / "first", work, model, settings_of(2), 1, None, saved, False)

@@ -90,6 +90,7 @@ def test_who_only_hands_jobs_on_loads_no_library_of_models() -> None:
     assert process.stdout == "\n"
 
 
+@pytest.mark.extended
 def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     message: dict[str, list[int]] = {}
     for name in ("first", "second", "third"):
@@ -106,6 +107,7 @@ def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: di
     }
 
 
+@pytest.mark.extended
 def test_a_job_ends_where_its_holder_leaves_it_and_resumes_later(
     pool: str, job: TrainJob, whole: dict[str, Any]
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_job_that_fails_reports_why_and_the_next_one_runs(pool: str, job: Trai
     assert outcome["weights_digest"] == whole["weights_digest"]
 
 
+@pytest.mark.extended
 def test_a_killed_worker_is_replaced_and_its_job_resumes(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     again = other(job, "killed", max_failures=1)
     (before,) = actors("RayTrainWorker")["RayTrainWorker"]

@@ -88,6 +88,7 @@ def test_its_run_is_in_the_mlflow_store_that_the_environment_names(whole: dict[s
     assert run.data.tags["mlflow.source.name"] == "headfold finetune"
 
 
+@pytest.mark.extended
 def test_the_same_command_does_nothing_twice(whole: dict[str, Any], models: dict[str, Path]) -> None:
     out, requested = whole["out"], ASKED | {"original": models["stock"]}
     written = (out / "model.safetensors").stat().st_mtime_ns
