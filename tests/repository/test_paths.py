@@ -25,10 +25,7 @@ from trainers.text.corpora import LIBRARY
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "howto" / "paths.md").read_text()
 ENGINEER, RESEARCHER, PLATFORM = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-LITTLE = (
-    "rungs.steps=[0,2] data.train.tokens=20000 data.calibration.tokens=2048 data.eval.tokens=2048 "
-    "data.sequence_length=128"
-)
+LITTLE_TEXT = "data.train.tokens=20000 data.calibration.tokens=2048 data.eval.tokens=2048 data.sequence_length=128"
 CHAT_TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
 STAND_INS = {
     "vllm": 'test "$1" = serve && test -f "$2/config.json" && test -f "$2/model.safetensors" && echo "served: $2"',
@@ -81,7 +78,8 @@ def test_a_path_leads_to_its_end(commands: str, has: Callable[[Path, str], None]
     turns = [[{"role": "user", "content": "Explain."}, {"role": "assistant", "content": text}] for text in texts]
     for name, key, values in (("texts", "text", texts), ("chats", "messages", turns)):
         (place / f"{name}.jsonl").write_text("".join(json.dumps({key: value}) + "\n" for value in values))
-    little = commands.replace("compared-smoke.yaml", f"compared-smoke.yaml {LITTLE}")
+    little = commands.replace("compared-smoke.yaml", f"compared-smoke.yaml rungs.steps=[0,2] {LITTLE_TEXT}")
+    little = little.replace("compared.yaml --dry-run", f"compared.yaml {LITTLE_TEXT} data.max_epochs=50 --dry-run")
     little = little.replace("--data chats.jsonl", "--data chats.jsonl --eval-tokens 4096")
     little = little.replace("--out half", "--out half --calibration-tokens 4096 --sequence-length 512")
     begun = time.monotonic()
