@@ -6,7 +6,7 @@ What a format does to keys and values is computed by `attention.modeling.rounded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from attention.base.text import number
@@ -145,13 +145,16 @@ class CachePair:
         Raises:
             CacheFormatError: For heads that are no whole number of blocks.
         """
-        composed = replace(plan, other_layers=()).kv_bytes_per_token("float16") - (
-            REFERENCE_BYTES * plan.kv_heads * plan.head_dim
-        )
-        return (composed + self.bytes_of(plan.other_layers)) + sum(
-            layer.key_heads * self.keys.head_bytes(layer.key_width * plan.head_dim)
-            + layer.value_heads * self.values.head_bytes(layer.value_width * plan.head_dim)
-            for layer in plan.layers
+        heads = plan.kv_heads * plan.head_dim + plan.other_numbers
+        composed = plan.kv_bytes_per_token("float16") - REFERENCE_BYTES * heads
+        return (
+            composed
+            + self.bytes_of(plan.other_layers)
+            + sum(
+                layer.key_heads * self.keys.head_bytes(layer.key_width * plan.head_dim)
+                + layer.value_heads * self.values.head_bytes(layer.value_width * plan.head_dim)
+                for layer in plan.layers
+            )
         )
 
     def bytes_of(self, layers: Sequence[tuple[int, int]]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
@@ -200,7 +201,7 @@ class AttentionPlan:
     @property
     def other_numbers(self) -> int:
         """Numbers per token in the cache of the layers that the plan does not change."""
-        return sum(2 * heads * head_dim for heads, head_dim in self.other_layers)
+        return cached_numbers(self.other_layers)
 
     @property
     def is_uniform_gqa(self) -> bool:
@@ -296,6 +297,11 @@ class AttentionPlan:
     def digest(self) -> str:
         """SHA-256 of the canonical JSON, first 16 hex digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def cached_numbers(layers: Iterable[tuple[int, int]]) -> int:
+    """Return the numbers per token in the cache of layers of so many KV heads and head dim each."""
+    return sum(2 * heads * head_dim for heads, head_dim in layers)
 
 
 def layer_record(layer: LayerPlan) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from attention.geometry import HeadGeometry
-from attention.plan import BYTES, AttentionPlan
+from attention.plan import BYTES, AttentionPlan, cached_numbers
 
 ROUNDING = 2e-6  # of a ratio that was typed, or stored as a decimal
 
@@ -155,7 +155,7 @@ def bytes_of_ratio(ratio: float, geometry: HeadGeometry, itemsize: int) -> int:
         itemsize: Bytes of a number of the cache.
     """
     converted = round(own_heads(geometry) * geometry.head_dim * itemsize * ratio)
-    return converted + itemsize * sum(2 * heads * dim for heads, dim in geometry.other_layers)
+    return converted + itemsize * cached_numbers(geometry.other_layers)
 
 
 def ratio_of_bytes(size: float, geometry: HeadGeometry, dtype: Any) -> float:

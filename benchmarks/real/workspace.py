@@ -115,9 +115,9 @@ class Workspace:
 
     def commands(self) -> list[dict[str, Any]]:
         """Return the JSON of the commands that this part was the first to run, the latest last."""
-        records = (json.loads(file.read_text(encoding="utf-8")) for file in self.folder.glob("*.json"))
-        mine = [record for record in records if isinstance(record, dict) and record.get("part") == self.part]
-        return sorted(mine, key=lambda record: record["date"])
+        files = sorted(self.folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        records = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+        return [record for record in records if isinstance(record, dict) and record.get("part") == self.part]
 
     def fetch(self) -> Path:
         """Return the GGUF file of the model, downloaded unless it is there.

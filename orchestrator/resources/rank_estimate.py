@@ -41,14 +41,14 @@ def estimate_ranks(
     width = int(recipe.width)
     count = kv_ratio * g.num_kv_heads / width
     layers = (g.num_layers, g.head_dim * width)
-    original = EngineSupport.of([g.num_kv_heads] * g.num_layers, g.head_dim)
-    original = replace(original, other_layers=g.other_layers)
+    original = EngineSupport.of_geometry(g)
     if recipe.allocation in EQUAL_COUNTS and (width == 1 or recipe.together):
-        support = EngineSupport.of([round(count)] * layers[0], layers[1])
-        support = replace(support, other_layers=g.other_layers)
+        support = EngineSupport.of(
+            [round(count)] * layers[0], layers[1], other_layers=g.other_layers
+        )
         return support.rank_cache(ranks, dtype, original, g.num_heads)
-    fewest = EngineSupport.of([1] * layers[0], layers[1])
-    least = replace(fewest, other_layers=g.other_layers).bytes_per_token(dtype)
+    fewest = EngineSupport.of([1] * layers[0], layers[1], other_layers=g.other_layers)
+    least = fewest.bytes_per_token(dtype)
     bound = original.rank_cache(ranks, dtype, original, g.num_heads)
     whole = bytes_of_ratio(kv_ratio, g, BYTES[str(dtype).removeprefix("torch.")])
     return replace(

@@ -362,12 +362,8 @@ def _check_ranks(name: str, ranks: int, geometry: HeadGeometry) -> None:
             f"{key}, but search.target={name} {which}; set search.target=vllm (or gqa, phi, "
             "per_layer)"
         )
-    support = replace(
-        EngineSupport.of([geometry.num_kv_heads] * geometry.num_layers, geometry.head_dim),
-        other_layers=geometry.other_layers,
-    )
     try:
-        support.on_rank(ranks, geometry.num_heads)
+        EngineSupport.of_geometry(geometry).on_rank(ranks, geometry.num_heads)
     except RankLayoutError as error:
         raise ConfigError(f"{key}, and the checkpoint itself does not fit: {error}") from None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,9 +95,7 @@ def prepare_original(
         add_calibration(record, calibration)
         record["seconds"] += time.perf_counter() - started
     if (ranks := config.search.tensor_parallel) > 1:
-        geometry = prepared.geometry
-        support = EngineSupport.of([geometry.num_kv_heads] * geometry.num_layers, geometry.head_dim)
-        on_rank = replace(support, other_layers=geometry.other_layers).on_rank(ranks)
+        on_rank = EngineSupport.of_geometry(prepared.geometry).on_rank(ranks)
         record["kv_bytes_per_token_per_gpu"] = on_rank.bytes_per_token(prepared.setup.dtype)
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes per token"

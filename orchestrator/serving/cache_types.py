@@ -198,9 +198,11 @@ def read_cache_types(text: str | Sequence[str], engine: str) -> tuple[CachePair,
             f"--cache-types, or take --engine {LLAMA_CPP}"
         )
     reference = _REFERENCES[name]
-    entries = text.split(",") if isinstance(text, str) else text
+    entries = [each.strip() for each in (text.split(",") if isinstance(text, str) else text)]
+    if entries.count(reference.name) > 1:
+        raise ConfigError(f"cache_types: {reference.name} is listed twice; list each format once")
     try:
-        pairs = read_pairs([each for each in entries if each.strip() != reference.name])
+        pairs = read_pairs([each for each in entries if each != reference.name])
     except CacheFormatError as error:
         raise ConfigError(f"cache_types: {error}") from None
     for pair in pairs:

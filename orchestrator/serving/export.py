@@ -138,8 +138,11 @@ def _rank_cache(
     if heads := checkpoint.original_heads(opened.path, support.head_dim):
         each = heads / (2 * opened.plan.num_layers)
         if each.is_integer():
-            original = EngineSupport.of([int(each)] * opened.plan.num_layers, support.head_dim)
-            original = replace(original, other_layers=support.other_layers)
+            original = EngineSupport.of(
+                [int(each)] * opened.plan.num_layers,
+                support.head_dim,
+                other_layers=support.other_layers,
+            )
     try:
         return support.rank_cache(ranks, cache_dtype(dtype), original, opened.plan.num_heads)
     except RankLayoutError as error:

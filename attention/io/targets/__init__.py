@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from attention.base.messages import one_of
 from attention.cache_formats import CachePair
-from attention.plan import BYTES, AttentionPlan
+from attention.geometry import HeadGeometry
+from attention.plan import BYTES, AttentionPlan, cached_numbers
 from attention.tensor_parallel import RankCache, RankLayoutError, layers_per_rank
 
 
@@ -65,7 +66,7 @@ class EngineSupport:
     def bytes_per_token(self, dtype: Any) -> int:
         """Bytes of the cache a token. `dtype`: of the cache, a torch dtype or its name."""
         numbers = (sum(self.key_heads) + sum(self.value_heads)) * self.head_dim + self.others
-        numbers += sum(2 * heads * head_dim for heads, head_dim in self.other_layers)
+        numbers += cached_numbers(self.other_layers)
         return numbers * BYTES[str(dtype).removeprefix("torch.")]
 
     def bytes_in(self, pair: CachePair) -> int:
@@ -140,10 +141,30 @@ class EngineSupport:
 
     @classmethod
     def of(
-        cls, kv_heads: Sequence[int], head_dim: int, query_heads: Sequence[int] = ()
+        cls,
+        kv_heads: Sequence[int],
+        head_dim: int,
+        query_heads: Sequence[int] = (),
+        other_layers: Sequence[tuple[int, int]] = (),
     ) -> EngineSupport:
         """Return an engine whose KV head is a key head and a value head."""
-        return cls(tuple(kv_heads), tuple(kv_heads), head_dim, query_heads=tuple(query_heads))
+        heads = tuple(kv_heads)
+        return cls(
+            heads,
+            heads,
+            head_dim,
+            query_heads=tuple(query_heads),
+            other_layers=tuple(other_layers),
+        )
+
+    @classmethod
+    def of_geometry(cls, geometry: HeadGeometry) -> EngineSupport:
+        """Return an engine that stores the heads of a checkpoint before its conversion."""
+        return cls.of(
+            [geometry.num_kv_heads] * geometry.num_layers,
+            geometry.head_dim,
+            other_layers=geometry.other_layers,
+        )
 
 
 @dataclass(frozen=True)

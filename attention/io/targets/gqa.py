@@ -109,8 +109,9 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     if grouped and not plan.is_uniform_gqa:
         stock_config(config, query_heads, max(counts))
     layers = plan.num_layers
-    support = EngineSupport.of([max(counts)] * layers, plan.head_dim, [query_heads] * layers)
-    return replace(support, other_layers=plan.other_layers)
+    return EngineSupport.of(
+        [max(counts)] * layers, plan.head_dim, [query_heads] * layers, plan.other_layers
+    )
 
 
 def _check_mistral(config: Any, heads: int) -> None:

@@ -129,6 +129,7 @@ def test_vllm_is_asked_for_its_own_choice_and_for_fp8(
         (["--cache-types", "f16"], "add --engine llama.cpp"),
         (["--engine", "llama.cpp", "--cache-types", "f16,fp8"], "llama.cpp has no cache in fp8"),
         (["--engine", "llama.cpp", "--cache-types", "f16,q8_0,q8_0,q4_0"], "q8_0 is listed twice"),
+        (["--engine", "llama.cpp", "--cache-types", "f16,f16"], "f16 is listed twice"),
         (["--engine", "llama.cpp", "--cache-types", "q2"], "expected one of f16"),
         (["--engine", "llama.cpp", "--cache-types", "q8_0", "--context-lengths", "64,128"], "takes one context length"),
         (["--engine", "llama.cpp", "--cache-types", "q8_0", "--speed-tokens", "1"], "at least 2 tokens to decode"),
