@@ -67,7 +67,7 @@ def tokens(*shape: int) -> torch.Tensor:
 def test_equals_expanded_attention(models, name: str) -> None:
     grouped, expanded, _ = models[name]
     x = tokens(2, 20)
-    atol = 2e-5 if geometry_of(grouped.config).value_norm else 1e-5  # Gemma 4's norm of the values; in float64 both are equal
+    atol = 2e-5 if geometry_of(grouped.config).value_norm else 1e-5  # equal in float64
     assert torch.allclose(grouped(x).logits, expanded(x).logits, atol=atol)
 
 
