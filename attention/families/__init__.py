@@ -21,6 +21,12 @@ from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import LayerPlan
 
+FUSED_PROJECTIONS = "fused_projections"
+"""Field of a Headfold config whose weights were read from a stock folder with a count per layer.
+
+Layers with as many key heads as value heads then have the family's fused projection.
+"""
+
 
 def _q_norm(module: Any, queries: Tensor) -> Tensor:
     return module.q_norm(queries)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Phi3Config, Phi3ForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, apply_rotary_pos_emb
 
-from attention.families import _separate, _uneven
+from attention.families import FUSED_PROJECTIONS, _separate, _uneven
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.growing_cache import take_cache
@@ -61,19 +61,21 @@ def separate(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
 
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
-    """Give the module the plan's counts; an identity plan keeps the fused projection.
+    """Give the module the plan's counts.
 
-    It then has room for the heads of a checkpoint that has fewer.
+    An identity plan keeps the fused projection, and so does a plan with as many key heads as value
+    heads where the config asks for it (`FUSED_PROJECTIONS`).
     """
-    if not plan.is_identity:
+    equal = plan.key_slices == plan.value_slices == plan.key_heads
+    if not plan.is_identity and not (equal and getattr(module.config, FUSED_PROJECTIONS, False)):
         separate(module, geometry, plan)
         return
     old = module.qkv_proj
-    rows = 3 * geometry.num_heads * geometry.head_dim
+    rows = (geometry.num_heads + 2 * plan.key_heads) * geometry.head_dim
     if rows != old.out_features:
         like = {"device": old.weight.device, "dtype": old.weight.dtype}
         module.qkv_proj = nn.Linear(old.in_features, rows, bias=False, **like)
-        module.num_key_value_heads = geometry.num_heads
+        module.num_key_value_heads = plan.key_heads
 
 
 @torch.no_grad()

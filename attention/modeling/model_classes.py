@@ -21,7 +21,14 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from attention.families import Family, families, family_of, geometry_of, window_of
+from attention.families import (
+    FUSED_PROJECTIONS,
+    Family,
+    families,
+    family_of,
+    geometry_of,
+    window_of,
+)
 from attention.geometry import HeadGeometry
 from attention.modeling.composition import attach_composition, reset_missing
 from attention.modeling.composition.composing import HeadComposition
@@ -235,11 +242,10 @@ def one_form(config: PretrainedConfig) -> PretrainedConfig:
     if not has_foreign_counts(config):
         return config
     family = family_of(config)
-    if family.plain_config(with_kv_heads(config, 1), 1) is None or family.separate is not None:
+    if family.plain_config(with_kv_heads(config, 1), 1) is None:
         raise ValueError(
-            f"a {family.name} with a number of KV heads per layer (per_layer_config) is not read: "
-            f"its queries, keys and values come from one projection, or it has no groups; give "
-            f"the checkpoint that it was made from"
+            f"a {family.name} with a number of KV heads per layer (per_layer_config) is not read, "
+            f"since it has no groups; give the checkpoint that it was made from"
         )
     plan = plan_of_config(config)
     plain: Any = with_kv_heads(config, max(layer.key_heads for layer in plan.layers))
@@ -248,6 +254,8 @@ def one_form(config: PretrainedConfig) -> PretrainedConfig:
     if len({layer.key_heads for layer in plan.layers}) == 1:
         return plain
     converted = headfold_config(plain, plan)
+    if family.separate is not None:
+        setattr(converted, FUSED_PROJECTIONS, True)
     converted.name_or_path = config.name_or_path
     return converted
 

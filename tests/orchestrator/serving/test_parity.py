@@ -112,7 +112,10 @@ IN_VLLM = [
     ),
     ("gpt_neox", "vllm", "uniform", "phi"),
     ("gpt_neox", "vllm", "apart", "phi"),
+    ("glm4_moe", "vllm", "uniform", "glm4_moe"),
+    ("glm4_moe", "per_layer", "layers", "glm4_moe"),
 ]
+"""Without MiniMax-M2: on a CPU vLLM 0.32 routes to experts by softmax alone, and MiniMax-M2 does so by sigmoid."""
 
 
 def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Path, engine: str | None = None) -> None:
