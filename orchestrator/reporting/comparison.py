@@ -67,6 +67,8 @@ class ComparisonRow(TypedDict):
     """Displayed name of the recipe."""
     kv_ratio: float
     kv_bytes_per_token: int | None
+    served_bytes: int | None
+    """The same on each GPU of a search for several (`search.tensor_parallel`)."""
     learning_rate: float | None
     """The best learning rate; None if no rate has all seeds."""
     distillation: NotRequired[str | None]
@@ -198,7 +200,6 @@ def _row(
     chosen = rates[best["learning_rate"], best["distillation"]] if best else []
     measured = chosen or arm
     curve = [point for step in steps if (point := _point(step, chosen, seeds))] if best else []
-    sizes = [t.kv_bytes_per_token for t in measured if t.kv_bytes_per_token is not None]
     distances = [t.remaining_distance for t in chosen if t.remaining_distance is not None]
     by_seed = sorted(chosen, key=lambda t: (t.seed is not None, t.seed or 0))
     broken = sum(diverged(t) for t in arm)
@@ -207,7 +208,8 @@ def _row(
         "recipe": arm[0].recipe,
         "label": arm[0].label,
         "kv_ratio": arm[0].kv_ratio,
-        "kv_bytes_per_token": round(statistics.fmean(sizes)) if sizes else None,
+        "kv_bytes_per_token": _mean_bytes(t.kv_bytes_per_token for t in measured),
+        "served_bytes": _mean_bytes(t.served_bytes for t in measured),
         "learning_rate": best["learning_rate"] if best else None,
         "seeds": len(seeds) if best else 0,
         "seeds_asked": len(seeds),
@@ -297,6 +299,13 @@ def _mean_cost(trials: Sequence[TrialRecord]) -> dict[str, float]:
 # ---- as text -------------------------------------------------------------------------------------
 
 KV_COLUMN = "KV kept"
+
+
+def _mean_bytes(sizes: Iterable[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return round(statistics.fmean(known)) if known else None
+
+
 COMPARISON_COLUMNS = (
     "recipe",
     KV_COLUMN,

@@ -13,7 +13,13 @@ from orchestrator.reporting.comparison import KV_COLUMN, NO_VALUE
 from orchestrator.reporting.evaluation_tables import tokens_per_gb
 from orchestrator.reporting.promoted_models import PromotedModel
 from orchestrator.reporting.tables import Table
-from orchestrator.storage.records import OriginalRecord, TrialRecord, best_per_budget
+from orchestrator.storage.records import (
+    OriginalRecord,
+    TrialRecord,
+    best_per_budget,
+    promoted_bytes,
+    served_bytes,
+)
 
 _COLUMNS = (
     "model",
@@ -30,6 +36,7 @@ _NOTE = (
     "increase over its sequences. Tokens/GB: tokens in 1e9 bytes of KV cache in 16 bits, and in 8 "
     "bits as fp8 of vLLM (q8_0 of llama.cpp takes 6 % more). Paths are relative to "
 )
+_PER_GPU_NOTE = f"Tokens/GB count the bytes on each GPU of the search. {_NOTE}"
 
 
 def overview_table(
@@ -46,7 +53,7 @@ def overview_table(
         original: The original model.
         models: The promoted models; without any, the best trial at each KV ratio has a row.
     """
-    own_loss, own_size = original["loss"], original["kv_bytes_per_token"]
+    own_loss, own_size = original["loss"], served_bytes(original)
     rows = [
         [
             f"{Path(str(original.get('model', ''))).name or 'model'} (original)",
@@ -67,7 +74,7 @@ def overview_table(
                 percent(model["kv_ratio"]),
                 _perplexity(model["loss"], own_loss),
                 number(model["loss_increase"], "+z.3f") + (f" ± {error:.3f}" if error else ""),
-                *_tokens(model["kv_bytes_per_token"], original),
+                *_tokens(promoted_bytes(model, trials), original),
                 ", ".join(engines) or NO_VALUE,
                 _path(model["path"], root),
             ]
@@ -79,12 +86,13 @@ def overview_table(
                 percent(trial.kv_ratio),
                 _perplexity(trial.loss, own_loss),
                 number(trial.loss - own_loss, "+z.3f"),
-                *_tokens(trial.kv_bytes_per_token, original),
+                *_tokens(trial.served_bytes, original),
                 NO_VALUE,
                 f"trials/{trial.trial_id}",
             ]
         )
-    return Table(_COLUMNS, rows, notes=[f"{_NOTE}{root}."])
+    note = _PER_GPU_NOTE if own_size != original["kv_bytes_per_token"] else _NOTE
+    return Table(_COLUMNS, rows, notes=[f"{note}{root}."])
 
 
 def _perplexity(loss: float | None, own_loss: float) -> str:

@@ -413,6 +413,17 @@ def unfinished_note(trials: Iterable[TrialRecord]) -> str:
     )
 
 
+def served_bytes(original: OriginalRecord) -> int:
+    """Return the KV bytes per token of the original model that those of trials compare with."""
+    return original.get("kv_bytes_per_token_per_gpu") or original["kv_bytes_per_token"]
+
+
+def promoted_bytes(model: Mapping[str, Any], trials: Iterable[TrialRecord]) -> int | None:
+    """Return the KV bytes per token of a promoted model: on each GPU where its trial has them."""
+    per_gpu = {trial.trial_id: trial.kv_bytes_per_token_per_gpu for trial in trials}
+    return per_gpu.get(model.get("trial_id", "")) or model.get("kv_bytes_per_token")
+
+
 def without_probes(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     """Return the trials that stand for a candidate: those that a table or picture compares."""
     return [trial for trial in trials if not trial.probe]

@@ -14,10 +14,10 @@ from attention.ratios import percent
 from orchestrator.reporting.comparison import ArmPoint, ComparisonRow
 from orchestrator.reporting.figures.drawing import (
     INK,
-    KV_BYTES_LABEL,
     LOSS_LABEL,
     MUTED,
     PAPER,
+    kv_bytes_label,
     legend_below,
     single_axes,
     styled,
@@ -38,7 +38,7 @@ def bytes_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Fig
     One line per arm at its best rates; arms of one KV ratio are shifted sideways. Hollow:
     the row compares at an earlier rung than the others.
     """
-    figure, axes = single_axes(5.2, KV_BYTES_LABEL)
+    figure, axes = single_axes(5.2, kv_bytes_label(original))
     arms = _arms(rows)
     styles = styles_of(arms)
     handles = {}
@@ -52,7 +52,7 @@ def bytes_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Fig
         hollow = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
         handles["hollow: stopped earlier"] = hollow
     axes.set_xscale("log", base=2)
-    sizes = sorted({row["kv_bytes_per_token"] or 0 for row in drawn})
+    sizes = sorted({row["served_bytes"] or 0 for row in drawn})
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     ends = [
         (row["loss_increase"] or 0.0) + sign * (row["loss"]["sd"] or 0.0)
@@ -70,7 +70,7 @@ def _draw_bars(
     axes: Any, rows: Sequence[ComparisonRow], factor: float, style: Mapping[str, Any]
 ) -> Any:
     """Draw an arm at its bytes times `factor`, and return its line."""
-    x = [(row["kv_bytes_per_token"] or 0) * factor for row in rows]
+    x = [(row["served_bytes"] or 0) * factor for row in rows]
     y = [row["loss_increase"] for row in rows]
     sd = [row["loss"]["sd"] or 0.0 for row in rows]
     (line,) = axes.plot(x, y, lw=1.1, ms=4.5, zorder=3, **style)
@@ -145,7 +145,7 @@ def _arms(
     """
     best: dict[str, dict[float, ComparisonRow]] = {}
     for row in sorted(rows, key=lambda row: (not row["last"], row["loss"]["mean"] or 0.0)):
-        measured = row["loss"]["mean"] is not None and row["kv_bytes_per_token"]
+        measured = row["loss"]["mean"] is not None and row["served_bytes"]
         if row["curve"] if with_curve else measured:
             best.setdefault(family(row["recipe"]), {}).setdefault(row["kv_ratio"], row)
     names = dict.fromkeys(family(row["recipe"]) for row in rows)

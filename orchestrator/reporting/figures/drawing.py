@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 
 from orchestrator.storage.outputs import SOFTWARE
+from orchestrator.storage.records import OriginalRecord
 
 COLOURS = (
     "#0072B2",
@@ -85,6 +86,7 @@ STYLE: dict[Any, Any] = {
 styled = matplotlib.rc_context(STYLE)
 """Decorates a function that draws."""
 KV_BYTES_LABEL = "KV cache, bytes per token"
+KV_BYTES_PER_GPU_LABEL = f"{KV_BYTES_LABEL}, on each GPU"
 LOSS_LABEL = "held-out loss, nats per token"
 SIDE_TITLES = {"key": "keys", "value": "values"}
 _POINTS = "|"  # between the words of points in the name of a group
@@ -100,6 +102,12 @@ def styles_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         marker = _MARKERS[(index + index // len(COLOURS)) % len(_MARKERS)]
         styles[name] = {"color": colour, "marker": marker}
     return styles
+
+
+def kv_bytes_label(original: OriginalRecord) -> str:
+    """Return the label of an axis of KV bytes: with tensor parallelism they are of each GPU."""
+    per_gpu = "kv_bytes_per_token_per_gpu" in original
+    return KV_BYTES_PER_GPU_LABEL if per_gpu else KV_BYTES_LABEL
 
 
 def single_axes(

@@ -20,6 +20,7 @@ from orchestrator.reporting.figures.drawing import (
     NARROW_WIDTH,
     PAPER,
     WIDTH,
+    kv_bytes_label,
     label_points,
     legend_below,
     single_axes,
@@ -28,7 +29,14 @@ from orchestrator.reporting.figures.drawing import (
     write_cells,
 )
 from orchestrator.reporting.figures.increases import INCREASE_LABEL, IncreaseAxis
-from orchestrator.storage.records import OriginalRecord, TrialRecord, family, front
+from orchestrator.storage.records import (
+    OriginalRecord,
+    TrialRecord,
+    family,
+    front,
+    promoted_bytes,
+    served_bytes,
+)
 
 MAX_CURVES = 200
 """Largest number of trials in a figure of curves; those with the most steps are drawn."""
@@ -54,9 +62,10 @@ def front_figure(
     """
     height = 5.6 if narrow else 4.8
     width = NARROW_WIDTH if narrow else WIDTH
-    figure, axes = single_axes(height, KV_BYTES_LABEL, width=width)
+    figure, axes = single_axes(height, kv_bytes_label(original), width=width)
     scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
-    models = [p for p in promoted if p.get("loss") is not None and p.get("kv_bytes_per_token")]
+    sized = [{**model, "size": promoted_bytes(model, trials)} for model in promoted]
+    models = [model for model in sized if model.get("loss") is not None and model["size"]]
     losses = [*(t.loss for t in scored), *(model["loss"] for model in models)]
     axis = IncreaseAxis(loss - original["loss"] for loss in losses)
     axis.put_on(axes)
@@ -64,17 +73,17 @@ def front_figure(
     handles = _draw_trials(axes, axis, scored, original, styles)
     best = front(trials, timed=False)
     if best:
-        sizes = [t.kv_bytes_per_token for t in best]
+        sizes = [t.served_bytes for t in best]
         increases = [axis.at(t.loss - original["loss"]) for t in best]
         (handles["front"],) = axes.plot(sizes, increases, color=INK, lw=1, zorder=2)
     if models:
         handles["promoted"] = _draw_promoted(axes, axis, models, original)
-    own_size = original["kv_bytes_per_token"]
+    own_size = served_bytes(original)
     star = axes.scatter(own_size, axis.floor, marker="*", s=190, color=INK, zorder=4)
     label_points(star, [_words("original model", own_size, original["loss"], original)])
     handles["original model"] = star
-    shown = {own_size, *(t.kv_bytes_per_token for t in scored)}
-    shown |= {model["kv_bytes_per_token"] for model in models}
+    shown = {own_size, *(t.served_bytes or 0 for t in scored)}
+    shown |= {model["size"] for model in models}
     _set_size_axis(axes, shown, own_size, max_ticks=4 if narrow else 8)
     axes.set_ylabel(INCREASE_LABEL)
     if not narrow:
@@ -101,9 +110,7 @@ def _draw_trials(
     """
     handles: dict[str, Any] = {}
     last_step = max((t.step for t in trials), default=0)
-    points = {
-        t.trial_id: (t.kv_bytes_per_token, axis.at(t.loss - original["loss"])) for t in trials
-    }
+    points = {t.trial_id: (t.served_bytes, axis.at(t.loss - original["loss"])) for t in trials}
     for name, style in styles.items():
         arm = [t for t in trials if family(t.recipe) == name]
         if not arm:
@@ -118,7 +125,7 @@ def _draw_trials(
             linewidths=1.4,
             zorder=3,
         )
-        label_points(drawn, (_words(t.name, t.kv_bytes_per_token, t.loss, original) for t in arm))
+        label_points(drawn, (_words(t.name, t.served_bytes, t.loss, original) for t in arm))
         handles[name] = Line2D([], [], ls="", ms=6.5, **style)
     if any(t.step < last_step for t in trials):
         hollow = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
@@ -126,7 +133,7 @@ def _draw_trials(
     # In the band below, the best of each size is labelled with its number
     below = [t for t in trials if axis.is_none(t.loss - original["loss"])]
     below.sort(key=lambda t: t.loss)
-    for trial in {t.kv_bytes_per_token: t for t in reversed(below)}.values():
+    for trial in {t.served_bytes: t for t in reversed(below)}.values():
         axes.annotate(
             f"{trial.loss - original['loss']:+z.3f}",
             points[trial.trial_id],
@@ -147,9 +154,9 @@ def _draw_promoted(
     """Draw promoted models, the best of each size with its number, and return a mark of them."""
     ring = None
     by_loss = sorted(models, key=lambda model: -model["loss"])
-    lowest = {model["kv_bytes_per_token"]: model for model in by_loss}
+    lowest = {model["size"]: model for model in by_loss}
     for model in models:
-        size = model["kv_bytes_per_token"]
+        size = model["size"]
         increase = model["loss"] - original["loss"]
         point = (size, axis.at(increase))
         ring = axes.scatter(

@@ -14,6 +14,7 @@ from attention.base.text import number
 from attention.base.timing import clock
 from attention.io.files import write_whole
 from orchestrator.reporting.comparison import NO_VALUE, ComparisonRow, compare_arms
+from orchestrator.reporting.figures.drawing import kv_bytes_label
 from orchestrator.reporting.figures.search import front_figure
 from orchestrator.reporting.overview import overview_table
 from orchestrator.reporting.pages.model_sections import model_part
@@ -161,13 +162,13 @@ def _front_section(
     """Return the figure of the search: loss increase against KV cache."""
     promoted = [entry for entry in entries if entry.get("status") == PROMOTED]
     points = [
-        f"{t.kv_bytes_per_token:,} bytes {number(t.loss - original['loss'], '+z.3f')} ({t.label})"
+        f"{t.served_bytes:,} bytes {number(t.loss - original['loss'], '+z.3f')} ({t.label})"
         for t in records.front(trials, timed=False)[:_ALT_POINTS]
     ]
     models = [f"{e.get('name') or e['recipe']}: {number(e.get('loss'))}" for e in promoted]
     alt = (
-        "Increase of the held-out loss, on a logarithmic axis, against KV bytes per token. "
-        f"Original model: {original['loss']:.3f} at {original['kv_bytes_per_token']:,} bytes. "
+        f"Increase of the held-out loss, on a logarithmic axis. {kv_bytes_label(original)}. "
+        f"Original model: {original['loss']:.3f} at {records.served_bytes(original):,} bytes. "
         f"Front, smallest cache first: {'; '.join(points) or 'none'}. "
         f"Promoted: {'; '.join(models) or 'none'}."
     )

@@ -56,6 +56,19 @@ def test_loss_over_bytes_has_a_line_an_arm_with_bars_over_seeds() -> None:
     assert [entry.get_text() for entry in figure.legends[0].get_texts()] == ["gqa", "dha"]
 
 
+def test_bytes_are_those_on_each_gpu_of_a_search_for_several() -> None:
+    original = BASE | {"kv_bytes_per_token_per_gpu": 4096}
+    sizes = {0.5: 2048, 0.25: 2048}  # no fewer than one head on each of two GPUs
+    trials = [trial("gqa", 0, {0: 3.0}, ratio, kv_bytes_per_token_per_gpu=size) for ratio, size in sizes.items()]
+    promoted = [{"loss": 2.05, "kv_bytes_per_token": 4096, "recipe": "gqa", "trial_id": trials[0].trial_id}]
+    front = search.front_figure(trials, original, promoted)
+    arms = comparison.bytes_figure(compare_arms(trials, original), original)
+    for figure, shown in ((front, {2048, 4096}), (arms, {2048})):
+        (axes,) = (axes for axes in figure.axes if axes.get_xlabel())
+        assert axes.get_xlabel().endswith("on each GPU")
+        assert {round(tick) for tick in axes.get_xticks()} == shown
+
+
 def test_an_arm_below_the_original_model_has_a_place_too() -> None:
     figure = comparison.bytes_figure(compare_arms(two_arms(gqa_loss=1.5), BASE), BASE)
     (axes,) = figure.axes
