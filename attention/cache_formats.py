@@ -25,13 +25,13 @@ class CacheFormatError(ValueError):
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How keys or values lie in a cache.
+    """How a cache stores keys or values.
 
     Attributes:
-        name: The word by which engines know it.
-        engines: Those that hold it.
-        block: Numbers in a row of one head that share a scale; 1 where there is none.
-        block_bytes: Bytes of such a block, its scales with it.
+        name: Name in the engines.
+        engines: Engines that have it.
+        block: Consecutive numbers of one head that share a scale; 1 without scales.
+        block_bytes: Bytes of a block, its scales included.
     """
 
     name: str
@@ -41,12 +41,12 @@ class CacheFormat:
 
     @property
     def bits(self) -> float:
-        """Bits a number, scales included."""
+        """Bits per number, scales included."""
         return 8 * self.block_bytes / self.block
 
     @property
     def share(self) -> float:
-        """Bytes relative to 16 bits a number."""
+        """Bytes relative to 16 bits per number."""
         return self.block_bytes / (self.block * REFERENCE_BYTES)
 
     def head_bytes(self, width: int) -> int:
@@ -203,7 +203,7 @@ def read_pairs(text: str | Sequence[str]) -> tuple[CachePair, ...]:
 
 
 OFFERED = tuple(CachePair.parse(text) for text in ("q8_0", "fp8", "q8_0,q4_0", "q4_0"))
-"""What is shown beside conversions: the caches that lose least at their bytes."""
+"""Formats that tables show next to conversions: those that lose least at their bytes."""
 NEAR = 0.04
 """A format answers a request whose share of the bytes is so much smaller: q8_0 with 53 % that of
 half."""

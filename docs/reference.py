@@ -1,9 +1,9 @@
-"""Write what docs/ holds of the code itself: the reference of the configuration, that of the commands, the JSON schema
-for editors, the table of supported families, and the configurations of public models.
+"""Write the pages of docs/ that the code determines: the references of the configuration and of the commands, the JSON
+schema for editors, the table of supported families, and the configurations of public models.
 
     python docs/reference.py
 
-`make docs` does so, and `tests/repository/test_reference.py` holds that what lies there is current.
+`make docs` runs it, and `tests/repository/test_reference.py` checks that the pages are current.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Take the pictures of docs/images that show what a search gives, from one that has ended, with a real browser.
+"""Take the pictures of docs/images that show the results of a search, with a real browser.
 
     make demo 2>&1 | tee runs/demo/terminal.log
     python docs/screenshots.py runs/demo
 
 Writes, from the newest search in that storage: the report (`report-wide.png`, `report-narrow.png`, `report-dark.png`:
-what is seen on top), the picture of the front (`front.png`) and that of the front in
-engine bytes (`caches.png`), the page of `headfold inspect` of its model
-(`inspect.png`; made anew unless `--inspection` names one), MLflow as it opens for somebody who has never been there
-(`mlflow-cold.png`), with the trials (`mlflow-runs.png`) and as `headfold ui` opens it (`mlflow-charts.png`), and the
-terminal as the search begins, goes on and ends (`terminal-*.svg`).
+the top of the page), the front (`front.png`), the front in engine bytes (`caches.png`), the
+page of `headfold inspect` of its model (`inspect.png`; made again unless `--inspection` names one), MLflow on a first
+visit (`mlflow-cold.png`), with the trials (`mlflow-runs.png`) and as `headfold ui` opens it (`mlflow-charts.png`), and
+the terminal at the start, in the middle and at the end of the search (`terminal-*.svg`).
 
-Needs a `chromium` on the path (on Debian: the package of that name) and the extra `dev`.
+Needs a `chromium` on the path (in Debian: package `chromium`) and the extra `dev`.
 """
 
 from __future__ import annotations

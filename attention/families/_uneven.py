@@ -1,8 +1,8 @@
-"""What families share whose stock attention only takes as many keys and values as queries.
+"""Shared code of families whose stock attention needs as many keys and values as queries.
 
 Their stock forward splits a fused projection into thirds, or views keys and values with the number
-of query heads. A subclass with projections of its own for queries, keys and values stands in
-wherever a plan is not the identity.
+of query heads. Where a plan is not the identity, a subclass with separate projections for queries,
+keys and values replaces it.
 
 Legend: B batch, T tokens, d head dim, D model dim.
 """

@@ -1,6 +1,6 @@
-"""gpt-oss: each query head has a sink, a logit beside its scores.
+"""gpt-oss: each query head has a sink, an additional logit in its softmax.
 
-The head dim is a field of its own; layers with a window and layers without take turns; the MLPs are
+The config has a field for the head dim; layers with and without a window alternate; the MLPs are
 mixtures of experts.
 """
 

@@ -1,6 +1,6 @@
 """StableLM: partial rotary embedding, biases of q, k and v by a switch.
 
-Where queries and keys are normalised, each head has a layer norm of its own.
+Where queries and keys are normalised, each head has a separate layer norm.
 """
 
 from __future__ import annotations

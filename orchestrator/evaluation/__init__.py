@@ -1,1 +1,1 @@
-"""What a model is worth beside its loss: tasks of a harness, generated text, long contexts."""
+"""Evaluation of a model in addition to its loss: harness tasks, generated text, long contexts."""

@@ -1,4 +1,4 @@
-"""What `headfold evaluate` measures beside loss and cache: tasks, generated text, long contexts.
+"""What `headfold evaluate` measures after loss and cache: tasks, generated text, long contexts.
 
 Each is checked, and its data made, before any model is loaded.
 """

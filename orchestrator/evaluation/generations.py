@@ -36,8 +36,8 @@ def read_prompts(source: str | None) -> tuple[str, ...]:
     """Return prompts.
 
     Args:
-        source: A file (.jsonl: `{"prompt": "..."}` a line; any other: one prompt a line), or a
-            prompt itself.
+        source: A file (.jsonl: `{"prompt": "..."}` per line; any other: one prompt per line), or
+            a prompt itself.
 
     Raises:
         ConfigError: For a file without prompts, or one that is not there and whose name says that

@@ -77,16 +77,16 @@ class Sample(TypedDict):
 
 @dataclass(frozen=True)
 class _Needles:
-    """Key-value sentences hidden among lines, of which some are asked for.
+    """Key-value sentences hidden among lines; the question is about some of the keys.
 
     Attributes:
         keys: How many are hidden.
         values: Of each key.
-        queries: Keys that are asked for.
+        queries: Keys in the question.
         key_kind: "word" or "uuid".
         value_kind: "number" or "uuid".
-        among_needles: Whether the other lines are sentences of the same kind with other keys, in
-            place of noise.
+        among_needles: Whether the other lines are sentences of the same kind with other keys,
+            instead of noise.
     """
 
     keys: int = 1

@@ -1,8 +1,8 @@
-"""Tasks of lm-evaluation-harness by name: shipped ones, task files in a folder, the harness's own.
+"""Tasks of lm-evaluation-harness by name: shipped, in files of a folder, or those of the harness.
 
-A task file is read as data: `!function`, which names a program beside the file, is refused,
-templates are rendered in a sandbox (`orchestrator.evaluation.tasks`), and metrics must be the
-harness's own, since it would fetch the program of any other from the hub. Names that the harness
+A task file is read as data: `!function`, which names a program next to the file, is refused,
+templates are rendered in a sandbox (`orchestrator.evaluation.tasks`), and metrics must be those of
+the harness, since it would fetch the program of any other from the hub. Names that the harness
 knows itself are loaded by it, with what they need.
 """
 

@@ -14,9 +14,9 @@ from search_spaces.grouping.problem import Grouping, GroupingProblem
 from search_spaces.partitions import canonical
 
 _PRICES = 300  # groups that annealing on the first estimate prices
-TRIED = 24  # changes that the closer estimate looks at in a step
-_MOST = 60  # steps
-NOTABLE = 1e-3  # a step lowers the cost by at least so much of it: less than estimates are good for
+TRIED = 24  # changes per step that the closer estimate prices
+_MOST_STEPS = 60
+NOTABLE = 1e-3  # least relative decrease of the cost by a step: estimates are not more exact
 
 _Groups = list[Members]
 
@@ -48,7 +48,7 @@ def screened(cost: GroupCost, guide: GroupCost, groups: _Groups, *, may_move: bo
     It ends when none of the `TRIED` first ones helps.
     """
     groups = list(groups)
-    for _ in range(_MOST):
+    for _ in range(_MOST_STEPS):
         first = sorted(changes_of(guide, groups, may_move))[:TRIED]
         increases = _increases(cost, groups, first)
         if not first or min(increases) >= NOTABLE * cost.score(canonical(groups)):

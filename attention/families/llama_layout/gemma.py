@@ -1,6 +1,6 @@
-"""Gemma (1): the head dim is a field of its own, not width over heads.
+"""Gemma (1): the config has a field for the head dim, which is not the width over the heads.
 
-Biases are one switch for all projections.
+One switch turns the biases of all projections on.
 """
 
 from __future__ import annotations

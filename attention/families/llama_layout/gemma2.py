@@ -1,6 +1,6 @@
-"""Gemma 2: scores are softly capped, layers with a window and layers without take turns.
+"""Gemma 2: scores are softly capped, layers with and without a window alternate.
 
-The head dim and the scale of the scores are fields of their own.
+The config has fields for the head dim and for the scale of the scores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gemma 3, the language model alone: q and k pass an RMS norm after projection.
 
-Layers with a window and layers without take turns, each kind with a rotary embedding of its own.
+Layers with and without a window alternate; each kind has a separate rotary embedding.
 """
 
 from __future__ import annotations

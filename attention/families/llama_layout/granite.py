@@ -1,6 +1,6 @@
 """Granite: Llama's layout.
 
-The scale of the scores is a field of its own, as are those of embedding and logits.
+The config has fields for the scales of the scores, the embedding and the logits.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
 def test_a_checkpoint_in_our_own_format_is_called_by_the_harness_as_it_is(
     write: Write, tmp_path: Path, demo_model: PreTrainedModel, demo_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Keys and values with groups of their own: the same scores as the model that was saved, other than the stock
-    model's log-probabilities."""
+    """Separate groups of keys and values: the same scores as the saved model, and other log-probabilities than the
+    stock model."""
     layer = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 0, 1, 2, 3))
     model = convert(demo_model, AttentionPlan((layer,) * 4, head_dim=32))
     saved = checkpoint.save(model, tmp_path / "apart")
