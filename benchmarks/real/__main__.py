@@ -1,8 +1,9 @@
-"""Measure Headfold on a real public model: `python -m benchmarks.real [--only PART] [--again PART] [--text FILE]`.
+"""Measure Headfold on a real public model: `python -m benchmarks.real [--all] [--only PART] [--again PART] ...`.
 
-Each part is recorded when it has finished; a rerun continues with missing and failed parts, and
-docs/real.md and docs/images/real.png are written from the records. Within a part, finished commands
-are not run again.
+Without `--all` or `--only` the core runs: inspection, conversions, cache formats, llama.cpp, a search. A part is
+recorded in the folder when it has finished; a rerun continues with missing and failed parts. docs/real.md and
+docs/images/real.png are written from the records of the page, to which those of the folder are added if both are of
+one kind of machine. Within a part, finished commands are not run again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.real import figure
-from benchmarks.real.page import PAGE, RECORDS, TITLES, page
+from benchmarks.real.page import CORE, PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Unavailable, Workspace
 from benchmarks.records import PartRecord, Records, RecordsError, Status
 from benchmarks.report import commit, versions
@@ -32,7 +33,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "real", help="where everything is put; some 3 GB"
     )
-    parser.add_argument("--records", type=Path, help="the file of records (default: that of the page)")
+    parser.add_argument("--records", type=Path, help="records to add to (default: those of the page)")
+    parser.add_argument("--all", action="store_true", help="all parts, also those that compare for hours")
     parser.add_argument("--only", action="append", choices=names, help="a part to run; repeatable")
     parser.add_argument("--again", action="append", choices=names, default=[], help="a part to run although it is done")
     parser.add_argument("--text", help="a text to measure on too, e.g. the test file of WikiText-2")
@@ -78,6 +80,21 @@ def measure(name: str, work: Workspace) -> PartRecord:
     return PartRecord(status=status, reason=reason, seconds=seconds, rows=rows, **run)
 
 
+def shared_records(file: Path | None, card: dict[str, str]) -> Records | None:
+    """Return the records to which the folder's are added: `file`, or those of the page if of such a machine.
+
+    Raises:
+        RecordsError: If `file` has the records of another machine.
+    """
+    if file is not None:
+        return Records.open(file.absolute(), card)
+    try:
+        return Records.open(RECORDS, card)
+    except RecordsError:
+        print(f"real: docs/real.md is of another machine than {card['device']}, and is not written", file=sys.stderr)
+        return None
+
+
 def write_page(records: Records) -> tuple[Path, Path]:
     """Write docs/real.md and its picture, and return their files."""
     PAGE.write_text(page(records), encoding="utf-8")
@@ -92,20 +109,26 @@ def main(words: list[str] | None = None) -> int:
         return 0
     folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    file = arguments.records or (folder / "records.json" if arguments.quick else RECORDS)
+    card = {"device": f"{os.cpu_count()} CPU cores", "software": versions()}
     work = Workspace(folder, arguments.quick, source(arguments.text), source(arguments.calibration_text))
     try:
-        records = Records.open(file.absolute(), {"device": f"{os.cpu_count()} CPU cores", "software": versions()})
+        records = Records.open(folder / "records.json", card)
+        shared = None if arguments.quick else shared_records(arguments.records, card)
     except RecordsError as error:
         print(f"make real: {error}", file=sys.stderr)
         return 2
-    names = [name for name in TITLES if arguments.only is None or name in arguments.only]
+    chosen = TITLES if arguments.all else arguments.only or CORE
+    names = [name for name in TITLES if name in chosen]
     missing = [name for name in names if name in arguments.again or not records.is_done(name)]
     for number, name in enumerate(missing, 1):
         print(f"real: {name}: {TITLES[name]} ({number} of {len(missing)})", file=sys.stderr, flush=True)
-        records.add(name, measure(name, work))
-        if records.file == RECORDS:
-            write_page(records)
+        part = measure(name, work)
+        records.add(name, part)
+        # What is not possible here does not replace what was measured elsewhere
+        if shared is not None and (part["status"] == "done" or not shared.is_done(name)):
+            shared.add(name, part)
+            if shared.file == RECORDS:
+                write_page(shared)
     for name in names:
         part = records.parts[name]
         print(f"real: {name:16} {part['status']} {part['reason']}".rstrip())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from attention.base.timing import duration
@@ -32,6 +33,20 @@ TITLES = {
     "search": "A search with a short distillation",
 }
 """Titles of the parts of `benchmarks.real.parts`, in the order in which they run."""
+CORE = (
+    "fetch",
+    "inspect",
+    "gqa",
+    "least_squares",
+    "headfold_gqa",
+    "headfold_layers",
+    "headfold_wide",
+    "formats",
+    "llama.cpp",
+    "generations",
+    "search",
+)
+"""Parts that run unless others are asked for: from the model to a search, without the long comparisons."""
 ABOUT = {
     "fetch": "Downloaded from a package index.",
     "defaults": "`headfold convert --model FILE --kv-ratio 0.5 --out half`, then `headfold export half --target gguf "
@@ -74,11 +89,14 @@ HOW = """
 ## How to measure it
 
 ```bash
-make real                        # all parts, some hours on two cores; the same command continues after a kill
+make real                        # the core; the same command continues after a kill
 make real ARGS="--only formats"  # one part, with what it needs
-make real TEXT=wiki.test.txt CALIBRATION_TEXT=wiki.valid.txt  # measure and calibrate on your own texts too
+make real ARGS=--all             # all parts
+make real ARGS=--all TEXT=wiki.test.txt CALIBRATION_TEXT=wiki.valid.txt  # with your own texts
 python examples/real/smollm2.py  # only the model at some sizes
 ```
+
+{core}
 
 Each part runs the commands of `headfold` that a user would type, prints them, and is recorded when it has finished; the
 JSON of every command and the converted models are in `runs/real`. `make real ARGS="--again formats"` records a part
@@ -88,7 +106,16 @@ again.
 
 def page(records: Records) -> str:
     """Return the whole page."""
-    return HEAD + sections(records, TITLES, ABOUT, _part) + HOW
+    return HEAD + sections(records, TITLES, ABOUT, _part) + _how(records)
+
+
+def _how(records: Records) -> str:
+    """Return the section on how to repeat the measurements, with the sums of the recorded times."""
+    seconds = {name: part["seconds"] for name, part in records.parts.items()}
+    core, whole = (duration(sum(seconds.get(name, 0) for name in names)) for names in (CORE, TITLES))
+    names = ", ".join(f"`{name}`" for name in CORE)
+    text = f"The core is {names}: {core} by the times above, all parts {whole}."
+    return HOW.format(core=textwrap.fill(text, 120))
 
 
 def _part(part: PartRecord) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks.real import __main__ as command
 from benchmarks.real import figure, parts
-from benchmarks.real.page import PAGE, RECORDS, TITLES, page
+from benchmarks.real.page import CORE, PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Workspace
 from benchmarks.records import Records
 
@@ -112,6 +113,27 @@ def test_an_answer_ends_where_the_model_ends_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Workspace, "run", lambda self, name, *words: answers)
     rows = list(parts.generations(Workspace(tmp_path)))
     assert [(row["model"], row["answer"]) for row in rows] == [("headfold_wide", "a \\| b"), ("original", "x y")]
+
+
+def test_a_fresh_folder_is_measured_whatever_the_page_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"status": "done", "seconds": 1.0, "date": "2027-01-01", "commit": "abc", "rows": [], "reason": ""}
+    page_file, started = tmp_path / "page.json", []
+
+    def measure(name: str, work: Workspace) -> Any:
+        started.append(name)
+        return part | {"rows": [{"n": len(started)}], "status": "skipped" if name == "vLLM" else "done"}
+
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "versions", lambda: "torch 2")
+    shared = Records.open(page_file, {"device": f"{os.cpu_count()} CPU cores", "software": "torch 2"})
+    for name in ("gqa", "vLLM"):
+        shared.add(name, part)
+    words = ["--records", str(page_file), "--folder", str(tmp_path / "real")]
+    assert command.main(words) == 0 and started == list(CORE)
+    assert command.main([*words, "--only", "vLLM"]) == 0 and started[-1] == "vLLM"
+    assert command.main([*words, "--only", "gqa"]) == 0 and started[-1] == "vLLM", "the folder has it"
+    parts = Records.read(page_file).parts
+    assert parts["gqa"]["rows"] == [{"n": 1 + CORE.index("gqa")}] and parts["vLLM"]["rows"] == []
 
 
 @pytest.mark.extended
