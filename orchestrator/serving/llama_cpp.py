@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from attention.cache_formats import CachePair
@@ -101,49 +99,26 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     )
 
 
-def score(
-    python: str,
-    file: Path,
-    sequences: Sequence[Sequence[int]],
-    pair: CachePair,
-    head_dim: int,
-    seconds: float,
-) -> TextScores:
-    """Score the tokens of `sequences` with flash attention and a cache of the formats `pair`.
+def score(python: str, question: ScoreQuestion) -> TextScores:
+    """Score the text of a question with flash attention.
 
     Args:
         python: An interpreter that has llama.cpp (`find`).
-        file: The GGUF file.
-        sequences: Token ids.
-        pair: The formats of keys and values.
-        head_dim: Of the KV heads.
-        seconds: That it may take.
+        question: Its folder has the file `model.gguf`.
     """
     request = {
-        "file": str(file),
-        "sequences": [list(sequence) for sequence in sequences],
+        "file": str(question.folder / "model.gguf"),
+        "sequences": [list(sequence) for sequence in question.sequences],
         "repetitions": 0,
-        "cells": max(SCORED_CELLS, -(-max(map(len, sequences)) // 256) * 256),
-        "cache_formats": _names(pair),
+        "cells": max(SCORED_CELLS, -(-max(map(len, question.sequences)) // 256) * 256),
+        "cache_formats": _names(question.cache),
         "flash_attention": True,
         "threads": idle_threads(),
     }
     command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
-    answer, log = run_child(NAME, command, request, os.environ, seconds)
-    size = kv_bytes_per_token(log, _head_bytes(pair, head_dim))
+    answer, log = run_child(NAME, command, request, os.environ, question.seconds)
+    size = kv_bytes_per_token(log, _head_bytes(question.cache, question.held.head_dim))
     return TextScores(answer["scores"], size, answer["version"])
-
-
-def _score(python: str, question: ScoreQuestion) -> TextScores:
-    """Score the text of a question."""
-    return score(
-        python,
-        question.folder / "model.gguf",
-        question.sequences,
-        question.cache,
-        question.held.head_dim,
-        question.seconds,
-    )
 
 
 def _head_bytes(pair: CachePair, head_dim: int) -> int:
@@ -214,4 +189,4 @@ def kv_bytes_per_token(log: str, head_bytes: int) -> int:
     return round(measured / head_bytes) * head_bytes
 
 
-ENGINE = Engine(NAME, find, ask, time, _score)
+ENGINE = Engine(NAME, find, ask, time, score)

@@ -46,7 +46,9 @@ def _check(model: PreTrainedModel, file: Path, ids: torch.Tensor, names: list[st
     for name in names:
         pair = CachePair.parse(name)
         assert LLAMA_CPP in pair.engines
-        scored = score(sys.executable, file, ids.tolist(), pair, plan.head_dim, seconds=300)
+        support = EngineSupport.of([layer.key_heads for layer in plan.layers], plan.head_dim)
+        question = ScoreQuestion(file.parent, ids.tolist(), "float32", support, pair, seconds=300)
+        scored = score(sys.executable, question)
         theirs = -torch.tensor([[x if x is not None else float("nan") for x in row] for row in scored[0]])
         read = ~theirs.isnan()
         assert read.sum() >= 0.9 * read.numel()
