@@ -21,7 +21,10 @@ NAMES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "qwen2": [("Qwen2, 2.5", {})],
     "qwen3": [("Qwen3, tied embeddings", {"tie_word_embeddings": True}), ("Qwen3", {"tie_word_embeddings": False})],
     "qwen3_moe": [("Qwen3-MoE", {"norm_topk_prob": True})],
-    "glm4_moe": [("GLM-4.5, 4.6", {"attention_bias": True, "head_dim": 128})],
+    "glm4_moe": [
+        ("GLM-4.5-Air", {"attention_bias": True, "head_dim": 128}),
+        ("GLM-4.5, 4.6", {"attention_bias": True, "head_dim": 128, "use_qk_norm": True}),
+    ],
     "minimax_m2": [("MiniMax-M2", {})],
     "mixtral": [("Mixtral", {})],
     "gemma": [("Gemma", {})],

@@ -238,7 +238,7 @@ def export(
 
     Args:
         model: What is exported.
-        target: gqa, vllm, gguf, transformers or phi; auto: the best for the model's plan.
+        target: gqa, per_layer, vllm, gguf, transformers or phi; auto: the best for the plan.
         output_dir: Folder for the export; without one it lasts as long as the result.
         tokenizer: Of a model of transformers.
         **options: As those of `headfold export`.

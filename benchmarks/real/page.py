@@ -46,14 +46,15 @@ CORE = (
     "generations",
     "search",
 )
-"""Parts that run unless others are asked for: from the model to a search, without the long comparisons."""
+"""Default parts: from the model to a search, without the long comparisons."""
 ABOUT = {
     "fetch": "Downloaded from a package index.",
     "defaults": "`headfold convert --model FILE --kv-ratio 0.5 --out half`, then `headfold export half --target gguf "
     "--check --out half-gguf`: 16,384 tokens of the built-in text in sequences of 2,048.",
     "inspect": "What each layer loses with fewer KV heads, as a page with figures.",
     "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-format`); bytes relative to the "
-    "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; two names are of keys and of values.",
+    "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; with two "
+    "names the first is the keys' format and the second the values'.",
     "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence compared with the original.",
     "vLLM": "The same by target `vllm`, on a CPU: compared in float32, timed in bfloat16.",
     "engine_caches": "`headfold evaluate --engine llama.cpp --cache-types`: losses from the engine's own "
@@ -61,13 +62,15 @@ ABOUT = {
     "long_context": "A line with a value is hidden at five depths of held-out text; *recall* is how often the hidden "
     "one of four values is the likeliest. Chance is 25%.",
     "generations": "Greedy, through the chat template; the answers of the original and of each conversion.",
-    "other_text": "A text that neither calibration nor the local fit has seen.",
-    "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on two kinds of text.",
+    "other_text": "The test file of WikiText-2, which neither calibration nor the local fit has seen.",
+    "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on that and on the test file "
+    "of WikiText-2; *other text* is WikiText-2's validation file.",
     "other_formats": "Conversions that are calibrated on 32,768 tokens of that kind, and the original.",
     "finetune": "Calibrated on 32,768 tokens of the other text's kind, then `headfold finetune --original`: KL to the "
     "original on fresh tokens of it, all weights at 1e-4.",
     "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
-    "towards the original's predictions.",
+    "towards the original's predictions. *stopped*: stopped early by the scheduler; *copy*: the same model as that of an "
+    "earlier trial, whose result it takes.",
 }
 HEAD = """# A public model: SmolLM2-135M-Instruct
 

@@ -414,7 +414,8 @@ class InspectOptions(ConversionOptions):
     counts: Annotated[
         str | None,
         typer.Option(
-            help="Head counts to measure: any, powers_of_two or divisors (default: the recipe's)."
+            help="Head counts to measure: any (those of equal groups, others where there are few), "
+            "powers_of_two, divisors or all (default: the recipe's)."
         ),
     ] = None
     agreement: Annotated[
@@ -766,8 +767,8 @@ class ExportOptions:
     target: Annotated[
         str,
         typer.Option(
-            help="What to export to: auto, gqa, vllm, gguf (llama.cpp), transformers, phi (for "
-            "GPT-NeoX)."
+            help="What to export to: auto, gqa, per_layer (a count per layer), vllm, gguf "
+            "(llama.cpp), transformers (any plan, with code), phi (for GPT-NeoX)."
         ),
     ]
     out: Annotated[

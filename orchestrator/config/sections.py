@@ -123,8 +123,8 @@ class ModelSection(Section):
     checkpoint's own.
     """
     dequantize: bool = False
-    """Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF file needs
-    no such wish.
+    """Read quantised weights (FP8, compressed-tensors, MXFP4) as plain numbers; a GGUF file does
+    not need this key.
     """
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -263,10 +263,9 @@ class SearchSection(Section):
             ],
         ),
     ] = "any"
-    """The engine that the results are for, by its export target; any: none in particular.
+    """The engine or export format that the results are for; any: no restriction.
 
-    Every candidate is then a plan that this engine loads at the plan's own bytes; others are
-    refused.
+    Every candidate is a plan that this engine loads at the plan's bytes; others are refused.
     """
     searcher: str = Field(default="optuna", min_length=1)
     """What draws the samples: grid (none of them: named recipes alone), random, optuna, or asymgqa,
