@@ -31,7 +31,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
         prog="make real", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "real", help="where everything is put; some 3 GB"
+        "--folder", type=Path, default=ROOT / "runs" / "real", help="where all is put; 6 GB, in the search 25 GB"
     )
     parser.add_argument("--records", type=Path, help="records to add to (default: those of the page)")
     parser.add_argument("--all", action="store_true", help="all parts, also those that compare for hours")

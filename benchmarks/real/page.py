@@ -69,8 +69,8 @@ ABOUT = {
     "finetune": "Calibrated on 32,768 tokens of the other text's kind, then `headfold finetune --original`: KL to the "
     "original on fresh tokens of it, all weights at 1e-4.",
     "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
-    "towards the original's predictions. *stopped*: stopped early by the scheduler; *copy*: the same model as that of an "
-    "earlier trial, whose result it takes.",
+    "towards the original's predictions. *stopped*: stopped early by the scheduler; *copy*: the same model as that of "
+    "an earlier trial, whose result it takes.",
 }
 HEAD = """# A public model: SmolLM2-135M-Instruct
 

@@ -37,7 +37,7 @@ class Workspace:
     """Folder and settings of the commands.
 
     Attributes:
-        folder: Some 3 GB in the end.
+        folder: Of all files; some 6 GB, 25 GB during the search.
         quick: Little text and short fits, to try the commands out: the losses mean nothing.
         text: Text to measure on in addition to the built-in one, e.g. WikiText-2; or None.
         calibration_text: Another text of that kind, to calibrate on; or None.
