@@ -96,7 +96,7 @@ def complete_checkpoint(
         record: Content of the note in the folder.
 
     Returns:
-        The result of `write_index`.
+        `parameters` of the model, and `bytes` of the files.
 
     Raises:
         ValueError: If the pieces are not those of the plan, or if there is no plain form and
@@ -118,17 +118,21 @@ def complete_checkpoint(
     rest = {name: weights.one(name, dtype) for name in other_names}
     write_shard(shard_path(folder, plan.num_layers + 1, plan.num_layers), rest)
     sizes = write_index(folder)
-    _check_names(folder, new_config)
+    parameters = _check_names(folder, new_config)
     new_config.dtype = dtype
     new_config.save_pretrained(folder)
     write_both_forms(folder)
     copy_files(weights.folder, folder)
     checkpoint.write_note(folder, plan, record)
-    return sizes
+    return {"parameters": parameters, "bytes": sizes["bytes"]}
 
 
-def _check_names(folder: Path, config: PretrainedConfig) -> None:
-    """Complete the config by what its model knows, and compare its tensors with the index."""
+def _check_names(folder: Path, config: PretrainedConfig) -> int:
+    """Complete the config by what its model knows, and compare its tensors with the index.
+
+    Returns:
+        The number of parameters of the model: stored buffers are not among them.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     listed = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
@@ -144,3 +148,4 @@ def _check_names(folder: Path, config: PretrainedConfig) -> None:
             "remove the folder and convert again"
         )
     config.architectures = [type(model).__name__]
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -363,12 +363,15 @@ def measure_on_workers(
         return
     remote: Any = ray.remote(max_retries=1, **options)(measure_layer)
     waiting = [remote.remote(task, context, max(1, int(options["num_cpus"]))) for task in tasks]
+    failures = 0
     with stage("measuring increases of the loss", len(tasks), "layers") as progress:
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=1)
             try:
                 ray.get(done)
             except RayError as error:
+                failures += 1
                 print(f"increases of the loss: {str(error).strip().splitlines()[-1]}", flush=True)
             progress.step()
-    print(f"increases of the loss: {len(tasks)} layers measured", flush=True)
+    measured = f"{len(tasks) - failures} of {len(tasks)}" if failures else str(len(tasks))
+    print(f"increases of the loss: {measured} layers measured", flush=True)

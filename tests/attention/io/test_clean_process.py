@@ -144,6 +144,8 @@ class Written:
     logits: Tensor
     model_type: str
     has_code: bool
+    per_layer: bool = False
+    """Whether the config gives layers different settings, which transformers' own classes do not read."""
 
     @property
     def more(self) -> dict[str, str]:
@@ -189,7 +191,8 @@ def _written(name: str, folder: Path, model: PreTrainedModel) -> Written:
         kind = GGUFReader(folder / "model.gguf").fields["general.architecture"].contents()
         return Written(name, folder, probe(model), kind, has_code=False)
     fields = json.loads(file.read_text())
-    return Written(name, folder, probe(model), fields["model_type"], "auto_map" in fields)
+    per_layer = "per_layer_config" in fields
+    return Written(name, folder, probe(model), fields["model_type"], "auto_map" in fields, per_layer)
 
 
 # ---- what opens it -----------------------------------------------------------------------------------------------
@@ -203,6 +206,9 @@ def expected(one: Written, trust: bool, ids: list[int]) -> dict[str, Any]:
     if one.model_type.startswith(TYPE_PREFIX):
         unknown = "does not recognize this architecture..."
         return {"tokenizer": ids, "config": unknown, "model": unknown}
+    if one.per_layer and not trust:
+        opens = {"config": one.model_type, "model": "per-layer attribute..."}
+        return opens if one.model_type == "qwen2" else opens | {"tokenizer": ids}
     if one.has_code and not trust:
         asks = "trust_remote_code..."
         return {"tokenizer": ids, "config": asks, "model": asks}

@@ -94,10 +94,12 @@ def test_twenty_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: An
     first.wait()
     remaining = sorted(folder.glob("0*.safetensors"))
     assert 5 <= len(remaining) < 10 and not is_complete(folder)
-    stamps = [file.stat().st_mtime_ns for file in remaining]
+    # The newest may be without its record yet, and is then written again
+    finished = remaining[:-1]
+    stamps = [file.stat().st_mtime_ns for file in finished]
 
     large = result(process("make", str(source), MANY, str(cache)))
-    assert [file.stat().st_mtime_ns for file in remaining] == stamps
+    assert [file.stat().st_mtime_ns for file in finished] == stamps
     assert large["digest"] == read_sequences(alone).digest
     began = time.perf_counter()
     assert token_set(cut, demo_tokenizer, cache) == folder
