@@ -206,7 +206,7 @@ def expected(one: Written, trust: bool, ids: list[int]) -> dict[str, Any]:
     if one.model_type.startswith(TYPE_PREFIX):
         unknown = "does not recognize this architecture..."
         return {"tokenizer": ids, "config": unknown, "model": unknown}
-    if one.per_layer and not trust:
+    if one.has_code and one.per_layer and not trust:
         opens = {"config": one.model_type, "model": "per-layer attribute..."}
         return opens if one.model_type == "qwen2" else opens | {"tokenizer": ids}
     if one.has_code and not trust:
