@@ -162,7 +162,7 @@ from attention.io.tokenizers import read_tokenizer
 
 def slowly(blocks, tokenizer):
     for block in blocks:
-        time.sleep(0.3)
+        time.sleep(1)
         yield tokenise(block, tokenizer)
 
 source, model, cache = sys.argv[1:]
