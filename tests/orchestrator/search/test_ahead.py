@@ -68,7 +68,7 @@ print(json.dumps([found(sys.argv[1], ahead) for ahead in (0, 1)]))
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_no_slot_is_idle_while_a_candidate_is_planned(tmp_path: Path) -> None:
     """And nothing else changes: which trials there are, what is decided, and what they come to.
 
