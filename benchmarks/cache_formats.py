@@ -21,11 +21,13 @@ from torch import Tensor
 from attention.cache_formats import LLAMA_CPP, CachePair
 from attention.engine_cache import engine_cache, with_engine_heads
 from attention.io.export import export
+from attention.io.targets import EngineSupport
 from attention.modeling.growing_cache import cache_of
 from attention.modeling.model_classes import plan_of
 from attention.modeling.rounded_cache import FP8_MOST, Scales, round_numbers
 from benchmarks.report import Row, Scale, benchmark
 from orchestrator import checkpoints
+from orchestrator.serving.engine import ScoreQuestion
 from orchestrator.serving.llama_cpp import find, score
 from orchestrator.storage.shipped import shipped
 from trainers.evaluation import comparison, evaluate
@@ -83,6 +85,7 @@ def measured(
 ) -> Iterator[Measured]:
     """Yield each format, in our runtime on `sequences`, and on `few` in llama.cpp too where `file` is given."""
     plan = plan_of(model)  # type: ignore[arg-type]
+    support = EngineSupport.of([layer.key_heads for layer in plan.layers], plan.head_dim)
     reference: dict[str, Tensor] = {}
     for name in formats:
         pair = CachePair.parse(name)
@@ -92,7 +95,8 @@ def measured(
             ours = _losses(model, few)
         entry = Measured(pair, share, Losses.of(whole, reference.setdefault("whole", whole)))
         if file is not None and LLAMA_CPP in pair.engines:
-            scored = score(find(None), file, few.tolist(), pair, plan.head_dim, SECONDS).log_probabilities
+            question = ScoreQuestion(file.parent, few.tolist(), "float32", support, pair, SECONDS)
+            scored = score(find(None), question).log_probabilities
             theirs = -torch.tensor([[float("nan") if x is None else x for x in row] for row in scored]).double()
             read = ~theirs.isnan()
             entry = Measured(
