@@ -81,9 +81,9 @@ class Measured:
 
 
 def measured(
-    model: torch.nn.Module, sequences: Tensor, formats: Sequence[str], file: Path | None, few: Tensor
+    model: torch.nn.Module, sequences: Tensor, formats: Sequence[str], exported: Path | None, few: Tensor
 ) -> Iterator[Measured]:
-    """Yield each format, in our runtime on `sequences`, and on `few` in llama.cpp too where `file` is given."""
+    """Yield each format, in our runtime on `sequences`, and on `few` in llama.cpp too where a folder with `model.gguf` is given."""
     plan = plan_of(model)  # type: ignore[arg-type]
     support = EngineSupport.of([layer.key_heads for layer in plan.layers], plan.head_dim)
     reference: dict[str, Tensor] = {}
@@ -94,8 +94,8 @@ def measured(
             whole = _losses(model, sequences)
             ours = _losses(model, few)
         entry = Measured(pair, share, Losses.of(whole, reference.setdefault("whole", whole)))
-        if file is not None and LLAMA_CPP in pair.engines:
-            question = ScoreQuestion(file.parent, few.tolist(), "float32", support, pair, SECONDS)
+        if exported is not None and LLAMA_CPP in pair.engines:
+            question = ScoreQuestion(exported, few.tolist(), "float32", support, pair, SECONDS)
             scored = score(find(None), question).log_probabilities
             theirs = -torch.tensor([[float("nan") if x is None else x for x in row] for row in scored]).double()
             read = ~theirs.isnan()
@@ -169,7 +169,13 @@ def _losses(model: torch.nn.Module, sequences: Tensor) -> Tensor:
 
 def _export(path: str, folder: str) -> Path:
     export(path, "gguf", Path(folder) / "gguf", path, dtype="float32")
-    return Path(folder) / "gguf" / "model.gguf"
+    return Path(folder) / "gguf"
+
+
+def _linked(file: Path, folder: str) -> Path:
+    """Return a folder that has the file under the name of an export."""
+    (Path(folder) / "model.gguf").symlink_to(file.absolute())
+    return Path(folder)
 
 
 @benchmark("cache_formats", devices=("cpu",))
@@ -183,8 +189,8 @@ def cache_formats(scale: Scale) -> Iterator[Row]:
     model = checkpoints.load_model(opened)
     few = texts.held_out[:2, : scale.pick(32, 256)]
     with tempfile.TemporaryDirectory() as folder:
-        file = _export(path, folder)
-        for entry in measured(model, texts.held_out, scale.pick(("f16", "q4_0"), FORMATS), file, few):
+        exported = _export(path, folder)
+        for entry in measured(model, texts.held_out, scale.pick(("f16", "q4_0"), FORMATS), exported, few):
             note = f"{entry.share:.1%} of the bytes; increase {entry.whole}"
             if entry.theirs is None or entry.ours is None:
                 yield Row(entry.pair.name, entry.whole.loss, None, "nats", note)
@@ -223,8 +229,10 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"{count}; of llama.cpp the first {few.numel():,}\n")
     print("| cache | bytes | loss increase | on those tokens | in llama.cpp | apart (rms) |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        file = given.file or _export(opened.path, folder)
-        for entry in measured(model, texts.held_out, given.formats, None if str(file) == "-" else file, few):
+        exported = None
+        if str(given.file) != "-":
+            exported = _linked(given.file, folder) if given.file else _export(opened.path, folder)
+        for entry in measured(model, texts.held_out, given.formats, exported, few):
             cells = [str(x) if x is not None else "" for x in (entry.ours, entry.theirs)]
             apart = "" if entry.apart is None else f"{entry.apart:.4f}"
             row = [entry.pair.name, f"{entry.share:.1%}", str(entry.whole), *cells, apart]
