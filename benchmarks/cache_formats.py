@@ -83,7 +83,7 @@ class Measured:
 def measured(
     model: torch.nn.Module, sequences: Tensor, formats: Sequence[str], exported: Path | None, few: Tensor
 ) -> Iterator[Measured]:
-    """Yield each format, in our runtime on `sequences`, and on `few` in llama.cpp too where a folder with `model.gguf` is given."""
+    """Yield each format, in our runtime on `sequences`, and in llama.cpp on `few` if there is an export."""
     plan = plan_of(model)  # type: ignore[arg-type]
     support = EngineSupport.of([layer.key_heads for layer in plan.layers], plan.head_dim)
     reference: dict[str, Tensor] = {}

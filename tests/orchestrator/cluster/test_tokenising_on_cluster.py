@@ -111,4 +111,6 @@ def test_twenty_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: An
     peaks["streams"] = (read[0]["own"], read[1]["own"])
     for what, (few, many) in peaks.items():
         print(f"the process that {what}: {few / MEGA:.0f} MiB for 2M tokens, {many / MEGA:.0f} MiB for 20M")
-        assert many < few + 60 * MEGA, what  # 18M tokens more are 36 MB on disk and 600 MB as Python's integers
+        # 18M tokens more are 36 MB on disk and 600 MB as Python's integers. What a process has mapped of Ray's shared
+        # memory counts too, and varies by tens of MB.
+        assert many < few + 150 * MEGA, what
