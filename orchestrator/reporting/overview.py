@@ -17,6 +17,7 @@ from orchestrator.storage.records import (
     OriginalRecord,
     TrialRecord,
     best_per_budget,
+    counts_per_gpu,
     promoted_bytes,
     served_bytes,
 )
@@ -91,7 +92,7 @@ def overview_table(
                 f"trials/{trial.trial_id}",
             ]
         )
-    note = _PER_GPU_NOTE if own_size != original["kv_bytes_per_token"] else _NOTE
+    note = _PER_GPU_NOTE if counts_per_gpu(original) else _NOTE
     return Table(_COLUMNS, rows, notes=[f"{note}{root}."])
 
 

@@ -413,6 +413,11 @@ def unfinished_note(trials: Iterable[TrialRecord]) -> str:
     )
 
 
+def counts_per_gpu(original: OriginalRecord) -> bool:
+    """Whether a search counts the bytes on each GPU of a tensor-parallel engine."""
+    return "kv_bytes_per_token_per_gpu" in original
+
+
 def served_bytes(original: OriginalRecord) -> int:
     """Return the KV bytes per token of the original model that those of trials compare with."""
     return original.get("kv_bytes_per_token_per_gpu") or original["kv_bytes_per_token"]

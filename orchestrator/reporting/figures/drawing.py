@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 
 from orchestrator.storage.outputs import SOFTWARE
-from orchestrator.storage.records import OriginalRecord
+from orchestrator.storage.records import OriginalRecord, counts_per_gpu
 
 COLOURS = (
     "#0072B2",
@@ -86,7 +86,6 @@ STYLE: dict[Any, Any] = {
 styled = matplotlib.rc_context(STYLE)
 """Decorates a function that draws."""
 KV_BYTES_LABEL = "KV cache, bytes per token"
-KV_BYTES_PER_GPU_LABEL = f"{KV_BYTES_LABEL}, on each GPU"
 LOSS_LABEL = "held-out loss, nats per token"
 SIDE_TITLES = {"key": "keys", "value": "values"}
 _POINTS = "|"  # between the words of points in the name of a group
@@ -106,8 +105,7 @@ def styles_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def kv_bytes_label(original: OriginalRecord) -> str:
     """Return the label of an axis of KV bytes: with tensor parallelism they are of each GPU."""
-    per_gpu = "kv_bytes_per_token_per_gpu" in original
-    return KV_BYTES_PER_GPU_LABEL if per_gpu else KV_BYTES_LABEL
+    return KV_BYTES_LABEL + (", on each GPU" if counts_per_gpu(original) else "")
 
 
 def single_axes(

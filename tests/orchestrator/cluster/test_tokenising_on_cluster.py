@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,8 +95,10 @@ def test_twenty_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: An
     first.wait()
     remaining = sorted(folder.glob("0*.safetensors"))
     assert 5 <= len(remaining) < 10 and not is_complete(folder)
-    # The newest may be without its record yet, and is then written again
-    finished = remaining[:-1]
+    # The newest may have been killed before its record, and is then written again; all recorded ones stay
+    recorded = json.loads((folder / "unfinished.json").read_text())["shards"]
+    finished = [folder / f"{int(number):05}.safetensors" for number in recorded]
+    assert set(remaining[:-1]) <= set(finished) <= set(remaining)
     stamps = [file.stat().st_mtime_ns for file in finished]
 
     large = result(process("make", str(source), MANY, str(cache)))
@@ -111,6 +114,4 @@ def test_twenty_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: An
     peaks["streams"] = (read[0]["own"], read[1]["own"])
     for what, (few, many) in peaks.items():
         print(f"the process that {what}: {few / MEGA:.0f} MiB for 2M tokens, {many / MEGA:.0f} MiB for 20M")
-        # 18M tokens more are 36 MB on disk and 600 MB as Python's integers. What a process has mapped of Ray's shared
-        # memory counts too, and varies by tens of MB.
-        assert many < few + 150 * MEGA, what
+        assert many < few + 60 * MEGA, what  # 18M tokens more are 36 MB on disk and 600 MB as Python's integers
