@@ -1,4 +1,4 @@
-"""Memory and time of making a token set of 20 million tokens and of reading it, against one of 2 million.
+"""Memory and time of making a token set of 100 million tokens and of reading it, against one of 20 million.
 
     python -m benchmarks texts [--quick]
 
@@ -102,7 +102,7 @@ def result(started: subprocess.Popen[str]) -> dict[str, Any]:
 @benchmark("texts", devices=("cpu",))
 def texts(scale: Scale) -> Iterator[Row]:
     """Peak memory of tokenising and of reading ten times as many tokens."""
-    few, many = scale.pick((200_000, 2_000_000), (2_000_000, 20_000_000))
+    few, many = scale.pick((200_000, 2_000_000), (20_000_000, 100_000_000))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "text.jsonl"
         write_text(source, 4e-6 * many)

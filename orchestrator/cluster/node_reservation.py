@@ -1,68 +1,17 @@
-"""Reservation of idle nodes of an autoscaling cluster that searches will need again."""
+"""Reservation of idle nodes of an autoscaling cluster that a search will need again."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
-from orchestrator.cluster.ray_internals import head_options, node_types, request_bundles
+from orchestrator.cluster.ray_internals import cancel_bundles, node_types, request_bundles
 
 LOST_SECONDS = 300.0
-"""Seconds without a message from its search, after which a reservation ends."""
-_ACTOR = "headfold-node-reservations"
-_NAMESPACE = "headfold"
-_CHECK_SECONDS = 5.0
-
-Bundle = dict[str, float]
-
-
-@dataclass(eq=False)
-class NodeReservations:
-    """The actor, one for all searches of a cluster: Ray has one request of nodes at a time.
-
-    It outlives a search that is killed, and ends its reservation.
-    """
-
-    lost_seconds: float = LOST_SECONDS
-
-    def __post_init__(self) -> None:
-        self._holds: dict[str, tuple[list[Bundle], float]] = {}
-        self._requested: list[Bundle] = []
-        self._watcher: asyncio.Task | None = None
-
-    async def hold(self, search: str, bundles: list[Bundle]) -> None:
-        """Reserve nodes for these bundles of a search, instead of the previous ones."""
-        if self._watcher is None:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch())
-        self._holds[search] = (bundles, time.monotonic())
-        self._request()
-
-    async def release(self, search: str) -> None:
-        """End the reservation of a search."""
-        self._holds.pop(search, None)
-        self._request()
-
-    def _request(self) -> None:
-        bundles = [bundle for reserved, _ in self._holds.values() for bundle in reserved]
-        if bundles != self._requested:
-            request_bundles(bundles)
-            self._requested = bundles
-
-    async def _watch(self) -> None:
-        """End the reservations of searches that no longer send messages."""
-        while True:
-            await asyncio.sleep(min(_CHECK_SECONDS, self.lost_seconds / 4))
-            now = time.monotonic()
-            for search, (_, heard_at) in list(self._holds.items()):
-                if now - heard_at > self.lost_seconds:
-                    await self.release(search)
+"""Seconds without a call of `hold`, after which a reservation expires."""
 
 
 @dataclass
@@ -76,32 +25,19 @@ class NodeReservation:
 
     search: str
     lost_seconds: float = LOST_SECONDS
-    _actor: Any = field(default=None, repr=False)
+    _requested: bool = field(default=False, repr=False)
 
-    def hold(self, bundles: Sequence[Bundle]) -> None:
+    def hold(self, bundles: Sequence[dict[str, float]]) -> None:
         """Reserve nodes for these bundles until the next call, `release`, or the driver's end."""
         with contextlib.suppress(RayError, ValueError):  # the head is busy or away: the next time
-            if self._actor is None:
-                if not bundles or not node_types():
-                    return
-                self._actor = _start(self.lost_seconds)
-            self._actor.hold.remote(self.search, list(bundles))
+            if not self._requested and (not bundles or not node_types()):
+                return
+            request_bundles(self.search, list(bundles), self.lost_seconds)
+            self._requested = True
 
     def release(self) -> None:
         """End the reservation."""
-        if self._actor is not None:
-            with contextlib.suppress(RayError):
-                ray.get(self._actor.release.remote(self.search), timeout=10)
-            self._actor = None
-
-
-def _start(lost_seconds: float) -> Any:
-    options = {
-        **head_options(),
-        "name": _ACTOR,
-        "namespace": _NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-    }
-    actor: Any = ray.remote(NodeReservations).options(**options)
-    return actor.remote(lost_seconds)
+        if self._requested:
+            with contextlib.suppress(RayError, ValueError):
+                cancel_bundles(self.search)
+            self._requested = False

@@ -17,7 +17,6 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
     _HEAD_GROUP_NAME,
     AutoscalingConfigProducer,
 )
-from ray.autoscaler.sdk import request_resources
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.core.generated import gcs_pb2
@@ -247,14 +246,40 @@ def _ended_monitor_log(gcs_address: str) -> str | None:
     return None
 
 
-def request_bundles(bundles: list[dict[str, float]]) -> None:
+def request_bundles(requester: str, bundles: list[dict[str, float]], seconds: float) -> None:
     """Make the autoscaler keep, or add, nodes with room for these bundles at the same time.
 
-    The request replaces any earlier one of the cluster, and stays until it is replaced: it outlives
-    the process that makes it.
+    A cluster has one request. Ray Train's coordinator replaces it every 20 s by the union of what
+    was sent to it, workers of trainings among them: what is requested elsewhere is lost then.
+
+    Args:
+        requester: Whose earlier request is replaced.
+        bundles: Resources, in addition to those of running trainings.
+        seconds: Time after which the request expires, unless it is made again.
     """
-    # Without bundles Ray takes the request as one for nothing
-    request_resources(bundles=bundles)
+    from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
+        ResourceRequestPriority,
+    )
+
+    _coordinator().request_resources.remote(
+        requester_id=requester,
+        resources=bundles,
+        expire_after_s=seconds,
+        priority=ResourceRequestPriority.LOW,
+    )
+
+
+def cancel_bundles(requester: str) -> None:
+    """End a request of `request_bundles`."""
+    ray.get(_coordinator().cancel_request.remote(requester_id=requester), timeout=10)
+
+
+def _coordinator() -> Any:
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        get_or_create_autoscaling_coordinator,  # ray.data takes a second to import
+    )
+
+    return get_or_create_autoscaling_coordinator()
 
 
 def head_options() -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from orchestrator.cluster.capacity import (
     free_nodes,
     group_slots,
     live_nodes,
+    resolve_strategy,
     room_to_plan,
     slots,
     worker_bundles,
@@ -173,10 +174,8 @@ class PlanAhead(Callback):
 
     def _occupied(self) -> tuple[int, int]:
         """Return the numbers of trials that train and of tasks that plan."""
-        trials = self._history.records.values()
-        running = [trial for trial in trials if trial.status == records.RUNNING]
-        planning = sum(not trial.rungs for trial in running)
-        return len(running) - planning, planning + len(self._tasks)
+        training, planning = running_trials(self._history)
+        return training, planning + len(self._tasks)
 
     def _give_way(self, now: float) -> None:
         if not self._tasks:
@@ -211,12 +210,19 @@ class PlanAhead(Callback):
         shutil.rmtree(task.folder, ignore_errors=True)
 
 
+def running_trials(history: History) -> tuple[int, int]:
+    """Return the numbers of trials that train and of trials that plan."""
+    running = [trial for trial in history.records.values() if trial.status == records.RUNNING]
+    planning = sum(not trial.rungs for trial in running)
+    return len(running) - planning, planning
+
+
 def _ended(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
 
 
 class HoldNodes(Callback):
-    """Makes the autoscaler keep running worker nodes while later trials need them."""
+    """Makes the autoscaler keep idle worker nodes while later trials need them."""
 
     def __init__(self, session: SearchSession, history: History, expected: int) -> None:
         config = session.config
@@ -233,13 +239,17 @@ class HoldNodes(Callback):
         return {}
 
     def bundles(self) -> list[dict[str, float]]:
-        """Return the worker bundles that trials need now or later, limited to running nodes."""
-        ahead = self._expected - len(self._history.configs) + len(self._history.open)
-        live = live_nodes()
-        groups = min(ahead, group_slots(live, self._shape))
+        """Return the worker bundles that trials need later, limited to free resources.
+
+        Ray Train requests those of running trials.
+        """
+        needed = self._expected - len(self._history.configs) + len(self._history.open)
         if self._parallel != "auto":
-            groups = min(groups, int(self._parallel))
-        return worker_bundles(live, self._shape, groups)
+            needed = min(needed, int(self._parallel))
+        training, _ = running_trials(self._history)
+        shape = resolve_strategy(self._shape, live_nodes())
+        free = free_nodes()
+        return worker_bundles(free, shape, max(0, min(needed - training, group_slots(free, shape))))
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         now = time.monotonic()

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import ray
 from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.experimental.internal_kv import _internal_kv_get
+from ray.train import ScalingConfig
+from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+    TrainAutoscalingCoordinatorClient,
+)
 
 from orchestrator.cluster import node_reservation
 from orchestrator.cluster.node_reservation import NodeReservation
@@ -22,19 +24,23 @@ WORKERS = {"CPU": 4.0, "GPU": 2.0}
 OTHERS = {"CPU": 8.0, "GPU": 1.0}
 
 
+TRAINING = {"CPU": 0.5}
+
+
 @pytest.fixture
-def reservation(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodeReservation]]:
+def reservation(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> type[NodeReservation]:
     monkeypatch.setattr(node_reservation, "node_types", lambda: [(2, WORKERS)])
-    yield NodeReservation
-    ray.kill(ray.get_actor("headfold-node-reservations", namespace="headfold"))
+    return NodeReservation
 
 
 def requested() -> list[dict[str, float]]:
-    """The current request of all searches to the autoscaler."""
+    """The current request of these searches to the autoscaler; trainings of tests before may have left theirs."""
     if is_autoscaler_v2():
         demands: Any = cluster_status().resource_demands.cluster_constraint_demand
-        return [dict(some.bundle) for d in demands for some in d.bundles_by_count for _ in range(some.count)]
-    return json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL) or "[]")
+        bundles = [dict(some.bundle) for d in demands for some in d.bundles_by_count for _ in range(some.count)]
+    else:
+        bundles = json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL) or "[]")
+    return [bundle for bundle in bundles if bundle in (WORKERS, OTHERS, TRAINING)]
 
 
 def comes_to(expected: list[dict[str, float]], seconds: float = 30) -> bool:
@@ -46,8 +52,8 @@ def comes_to(expected: list[dict[str, float]], seconds: float = 30) -> bool:
     return True
 
 
-def test_searches_of_a_cluster_share_its_one_request(reservation: Callable[..., NodeReservation]) -> None:
-    first, second = reservation("first", 600.0), reservation("second", 600.0)
+def test_searches_of_a_cluster_share_its_one_request(reservation: type[NodeReservation]) -> None:
+    first, second = reservation("first"), reservation("second")
     first.hold([WORKERS, WORKERS])
     assert comes_to([WORKERS, WORKERS]), requested()
     second.hold([OTHERS])
@@ -60,15 +66,28 @@ def test_searches_of_a_cluster_share_its_one_request(reservation: Callable[..., 
     assert comes_to([]), requested()
 
 
-def test_of_a_search_that_was_killed_nothing_is_reserved_for_long(
-    reservation: Callable[..., NodeReservation],
-) -> None:
-    reservation("killed", 1.0).hold([WORKERS])  # and is not heard of again
-    assert comes_to([WORKERS]), requested()
+def test_a_training_does_not_replace_a_reservation(reservation: type[NodeReservation]) -> None:
+    search, training = reservation("search"), TrainAutoscalingCoordinatorClient("train-of-the-search")
+    search.hold([WORKERS])
+    training.send_resource_request(ScalingConfig(num_workers=1, resources_per_worker=TRAINING), 1)
+    assert comes_to([WORKERS, TRAINING]), requested()
+    search.release()
+    assert comes_to([TRAINING]), requested()
+    training.cancel_resource_request()
     assert comes_to([]), requested()
+
+
+def test_of_a_search_that_was_killed_nothing_is_reserved_for_long(reservation: type[NodeReservation]) -> None:
+    reservation("killed", 5.0).hold([WORKERS])  # and is not heard of again
+    assert comes_to([WORKERS]), requested()
+    time.sleep(5)
+    other = reservation("other")
+    other.hold([OTHERS])
+    assert comes_to([OTHERS]), requested()
+    other.release()
 
 
 def test_without_an_autoscaler_nothing_is_requested(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_reservation, "node_types", list)
-    monkeypatch.setattr(node_reservation, "_start", lambda seconds: pytest.fail("an actor was started"))
+    monkeypatch.setattr(node_reservation, "request_bundles", lambda *_: pytest.fail("nodes were requested"))
     NodeReservation("alone").hold([WORKERS])

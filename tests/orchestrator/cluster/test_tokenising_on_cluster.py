@@ -23,7 +23,7 @@ from trainers.text.token_sets import is_complete, read_sequences
 from trainers.text.tokenising import tokenise_here
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-FEW, MANY = 2_000_000, 20_000_000
+FEW, MANY = 20_000_000, 100_000_000
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_small_text_waits_for_no_processes(demo_dir: Path) -> None:
 
 
 @pytest.mark.extended
-def test_twenty_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_hundred_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: Any, tmp_path: Path) -> None:
     source = tmp_path / "text.jsonl"
     write_text(source, 4e-6 * MANY)
     cut = TextCut(str(source), "train", MANY, LENGTH)
@@ -94,7 +94,7 @@ def test_twenty_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: An
     first.kill()
     first.wait()
     remaining = sorted(folder.glob("0*.safetensors"))
-    assert 5 <= len(remaining) < 10 and not is_complete(folder)
+    assert 5 <= len(remaining) < 48 and not is_complete(folder)
     # The newest may have been killed before its record, and is then written again; all recorded ones stay
     recorded = json.loads((folder / "unfinished.json").read_text())["shards"]
     finished = [folder / f"{int(number):05}.safetensors" for number in recorded]
@@ -113,5 +113,7 @@ def test_twenty_million_tokens_in_flat_memory_killed_half_way(demo_tokenizer: An
     peaks = {"reads and writes": (small["own"], large["own"]), "tokenises": (small["others"], large["others"])}
     peaks["streams"] = (read[0]["own"], read[1]["own"])
     for what, (few, many) in peaks.items():
-        print(f"the process that {what}: {few / MEGA:.0f} MiB for 2M tokens, {many / MEGA:.0f} MiB for 20M")
-        assert many < few + 60 * MEGA, what  # 18M tokens more are 36 MB on disk and 600 MB as Python's integers
+        print(f"the process that {what}: {few / MEGA:.0f} MiB for 20M tokens, {many / MEGA:.0f} MiB for 100M")
+        # 80M tokens more are 160 MB on disk and 320 MB as int32. The smaller set fills the shuffle buffer twice, since
+        # memory grows until the allocators' free lists are those of documents that leave it in any order
+        assert many < few + 100 * MEGA, what

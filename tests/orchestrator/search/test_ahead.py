@@ -230,17 +230,20 @@ def test_nothing_is_ahead_without_gpus_or_with_zero(session: Any, tasks: Tasks) 
 def test_nodes_are_reserved_for_later_trials_and_no_longer(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     four = Nodes(4, {"CPU": 8.0, "GPU": 2.0})
     monkeypatch.setattr(ahead, "live_nodes", lambda: [four])
+    monkeypatch.setattr(ahead, "free_nodes", lambda: [four])
     _, journal = searching(session)
     workers = {"CPU": 2.0, "GPU": 2.0}
     hold = HoldNodes(session, journal.history, expected=3)
-    assert hold.bundles() == [workers] * 3, "the open trial, and two to come, of four nodes"
+    assert hold.bundles() == [workers] * 3, "the open trial, which plans, and two to come, of four nodes"
     for trial, config in zip(("t0001", "t0002"), NAMED[1:], strict=True):
         journal.append(TRIAL, trial=trial, config=config.config())
     journal.append(END, trial="t0000", error=None, trace=None, lost=False, bare=False)
     assert hold.bundles() == [workers] * 2
-    monkeypatch.setattr(ahead, "live_nodes", lambda: [Nodes(1, four.resources)])
+    monkeypatch.setattr(ahead, "free_nodes", lambda: [Nodes(1, four.resources)])
     assert hold.bundles() == [workers], "no node is bought for it"
+    monkeypatch.setattr(ahead, "free_nodes", lambda: [Nodes(4, {"CPU": 8.0, "GPU": 0.0})])
+    assert hold.bundles() == [], "Ray Train requests those in use"
     one = session.config.resources.model_copy(update={"max_concurrent": 1})
     limited = replace(session, config=session.config.model_copy(update={"resources": one}))
-    monkeypatch.setattr(ahead, "live_nodes", lambda: [four])
+    monkeypatch.setattr(ahead, "free_nodes", lambda: [four])
     assert HoldNodes(limited, journal.history, expected=3).bundles() == [workers]
