@@ -21,6 +21,11 @@ GENERAL = (
         "convert --recipe",
         ("convert: option '--recipe' needs a value after it; see `headfold convert --help`",),
     ),
+    Bad(
+        "a model without its option",
+        "convert model",
+        ("convert: missing option '--model'; write --model model; see `headfold convert --help`",),
+    ),
     Bad("an option in the place of the verb", "--verbose", ("--verbose", "no such option")),
     Bad("a verb in capitals", "EXPORT uneven", ("EXPORT", "did you mean export?")),
 )
