@@ -43,7 +43,7 @@ def plans() -> dict[str, AttentionPlan | None]:
     return {
         "original (8)": None,
         "uniform (2)": _plan([two] * 4, [two] * 4),
-        "a count of each layer's own (4, 2, 1, 1)": _plan([four, two, one, one], [four, two, one, one]),
+        "a count per layer (4, 2, 1, 1)": _plan([four, two, one, one], [four, two, one, one]),
         "unequal groups (2)": _plan([uneven] * 4, [uneven] * 4),
         "keys and values apart (2 keys, 2 values)": _plan([two] * 4, [other] * 4),
         "wide (1 head of 64, `headfold_wide`)": AttentionPlan((LayerPlan(one, one, 2, 2),) * 4, 32),

@@ -187,7 +187,7 @@ def moments(log: str) -> dict[str, list[str]]:
     if first is None or last is None:
         raise ValueError("the log is not of a search that has run to its end: it shows no progress, or no trials")
     going = [line for line in lines[first:last] if re.match(PROGRESS, line)]
-    return {"begins": lines[:first], "goes-on": going[: -(-2 * len(going) // 3)], "ends": lines[last:]}
+    return {"start": lines[:first], "middle": going[: -(-2 * len(going) // 3)], "end": lines[last:]}
 
 
 def draw_terminal(lines: list[str], title: str, out: Path) -> None:
@@ -227,7 +227,7 @@ def main() -> None:
     terminal = moments(log.read_text(encoding="utf-8").replace(f"{ROOT}/", ""))
     given.out.mkdir(parents=True, exist_ok=True)
     for name, lines in terminal.items():
-        draw_terminal(lines, f"headfold search, as it {name.replace('-', ' ')}", given.out / f"terminal-{name}.svg")
+        draw_terminal(lines, f"headfold search: {name}", given.out / f"terminal-{name}.svg")
     draw_front(search, given.out / "front.png")
     if (figure := caches_figure(read_cache_points(search))) is not None:
         print(save_png(figure, given.out / "caches.png"))

@@ -68,12 +68,12 @@ def plans(geometry: HeadGeometry) -> Iterator[tuple[str, AttentionPlan]]:
         yield said, AttentionPlan((first, *[others] * (layers - 1)), geometry.head_dim)
 
 
-def held(config: Any, names: tuple[str, ...]) -> str:
+def engine_support(config: Any, names: tuple[str, ...]) -> str:
     """The most that one of some targets holds of a family's plans in their own bytes."""
     for said, plan in plans(geometry_of(config)):
         for name in names:
             try:
-                found = target(name).held(config, plan)
+                found = target(name).support_for(config, plan)
             except TargetError:
                 continue
             if found.bytes_per_token("float32") == plan.kv_bytes_per_token("float32"):
@@ -90,7 +90,7 @@ def row(config: Any) -> tuple[str, ...]:
     except ValueError:
         layerwise = "no"
     keys = _keys(geometry)
-    return (keys, layerwise, *(held(config, names) for names in ENGINES.values()))
+    return (keys, layerwise, *(engine_support(config, names) for names in ENGINES.values()))
 
 
 def _keys(geometry: HeadGeometry) -> str:

@@ -112,7 +112,7 @@ def export(
     written = str(dtype or opened.stored_dtype).removeprefix("torch.")
     if written not in chosen.dtypes:
         raise ValueError(one_of(f"dtype for target {chosen.name}", chosen.dtypes, written))
-    support = chosen.held(config, plan)
+    support = chosen.support_for(config, plan)
     cached = cache_dtype(written)
     if not allow_larger_cache:
         check_cache(plan, support, chosen.name, cached)

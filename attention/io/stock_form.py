@@ -101,7 +101,7 @@ def held_by(config: Any, plan: AttentionPlan) -> dict[str, EngineSupport]:
     support = {}
     for name, one in targets().items():
         with suppress(TargetError):
-            support[name] = one.held(config, plan)
+            support[name] = one.support_for(config, plan)
     return support
 
 

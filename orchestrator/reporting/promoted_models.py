@@ -167,7 +167,7 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
             ready = True
         try:
             chosen = target("gqa" if ready and engine == _TRANSFORMERS else name)
-            support = chosen.held(opened.config, opened.plan)
+            support = chosen.support_for(opened.config, opened.plan)
             check_cache(opened.plan, support, name, dtype)
         except (TargetError, LargerCacheError) as error:
             services.append({"engine": engine, "why_not": cut(str(error))})

@@ -223,7 +223,7 @@ def _scores(
                 folder=model.folder,
                 sequences=sequences.tolist(),
                 dtype=model.dtype,
-                held=model.held,
+                support=model.support,
                 cache=row[1],
                 seconds=_SECONDS,
                 own_code=model.own_code,

@@ -80,7 +80,7 @@ def check_export(
     folder: Path,
     source: PreTrainedModel,
     tokenizer: Any,
-    held: EngineSupport,
+    support: EngineSupport,
     dtype: str,
     *,
     memory: int = MEMORY,
@@ -94,7 +94,7 @@ def check_export(
         folder: The export.
         source: A float32 model whose weights are rounded to `dtype`.
         tokenizer: Of the source, or None.
-        held: The cache that the format promises.
+        support: The cache that the format promises.
         memory: Bytes of cache whose capacity in tokens is reported.
         own_code: Whether the folder has Python files that the engine must run.
 
@@ -105,12 +105,12 @@ def check_export(
     answer = engine.ask(
         python,
         Question(
-            folder, prompts, _TOKENS, dtype, held, memory, texts, own_code, _activation(source)
+            folder, prompts, _TOKENS, dtype, support, memory, texts, own_code, _activation(source)
         ),
     )
     ends = end_tokens(source, tokenizer)
     results = [_compare(source, prompts, run, ends) for run in answer.runs]
-    promised = held.bytes_per_token(answer.cache_dtype)
+    promised = support.bytes_per_token(answer.cache_dtype)
     return CheckResult(
         engine=engine.name,
         version=answer.version,

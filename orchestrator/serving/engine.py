@@ -36,7 +36,7 @@ class Question:
         prompts: Token ids.
         tokens: To generate after each prompt, stopping before an end token.
         dtype: Of the weights.
-        held: The cache that the format promises.
+        support: The cache that the format promises.
         memory: Bytes of the cache in the request.
         texts: The prompts before tokenisation; None for a model without a tokenizer.
         own_code: Whether the folder has Python files that the engine must run.
@@ -47,7 +47,7 @@ class Question:
     prompts: Sequence[Sequence[int]]
     tokens: int
     dtype: str
-    held: EngineSupport
+    support: EngineSupport
     memory: int
     texts: Sequence[str] | None = None
     own_code: bool = False
@@ -118,7 +118,7 @@ class SpeedQuestion:
     tokens: int
     repetitions: int
     dtype: str
-    held: EngineSupport
+    support: EngineSupport
     memory: int
     own_code: bool = False
     cache: CachePair | None = None
@@ -157,7 +157,7 @@ class ScoreQuestion:
     folder: Path
     sequences: Sequence[Sequence[int]]
     dtype: str
-    held: EngineSupport
+    support: EngineSupport
     cache: CachePair
     seconds: float
     own_code: bool = False

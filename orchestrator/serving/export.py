@@ -133,7 +133,7 @@ def _rank_cache(
             f"tensor_parallel: target {chosen.name} is loaded by {', '.join(chosen.engines)}, "
             "which divides no KV heads among GPUs; choose target vllm or gqa, or leave it out"
         )
-    support = chosen.held(opened.config, opened.plan)
+    support = chosen.support_for(opened.config, opened.plan)
     original = None
     if heads := checkpoint.original_heads(opened.path, support.head_dim):
         each = heads / (2 * opened.plan.num_layers)
@@ -163,7 +163,7 @@ def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> Forma
             f"cache_format: {pair.name} is supported by {', '.join(pair.engines)}, and target "
             f"{chosen.name} is read by {', '.join(chosen.engines)}"
         )
-    support = chosen.held(opened.config, opened.plan)
+    support = chosen.support_for(opened.config, opened.plan)
     try:
         record = format_record(pair, opened.plan)
         held_bytes = support.bytes_in(pair)
@@ -233,7 +233,7 @@ def _check(
             folder,
             model,
             tokenizer,
-            chosen.held(source.config, source.plan),
+            chosen.support_for(source.config, source.plan),
             dtype,
             memory=options.check_memory * 2**30,
             own_code=any(folder.glob("*.py")),

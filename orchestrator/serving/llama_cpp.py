@@ -59,9 +59,9 @@ def find(python: str | None) -> str:
 def ask(python: str, question: Question) -> Answer:
     """Complete prompts without and with flash attention."""
     cache_dtype = _cache_dtype(question)
-    head_bytes = 2 * question.held.head_dim * BYTES[cache_dtype]
+    head_bytes = 2 * question.support.head_dim * BYTES[cache_dtype]
     exact, _ = _run(python, question, max(256, question.longest), "float32", flash=False)
-    cells = cells_for(question.held.bytes_per_token(cache_dtype), head_bytes)
+    cells = cells_for(question.support.bytes_per_token(cache_dtype), head_bytes)
     served, log = _run(python, question, max(cells, question.longest), cache_dtype, flash=True)
     cache_bytes = kv_bytes_per_token(log, head_bytes)
     rounding = max(ROUNDING[question.dtype], GELU if "gelu" in question.activation else 0.0)
@@ -81,12 +81,12 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     pair = question.cache
     if pair is None:
         cache_dtype = _cache_dtype(question)
-        head_bytes = 2 * question.held.head_dim * BYTES[cache_dtype]
-        promised = question.held.bytes_per_token(cache_dtype)
+        head_bytes = 2 * question.support.head_dim * BYTES[cache_dtype]
+        promised = question.support.bytes_per_token(cache_dtype)
     else:
         cache_dtype = pair.name
-        head_bytes = _head_bytes(pair, question.held.head_dim)
-        promised = question.held.bytes_in(pair)
+        head_bytes = _head_bytes(pair, question.support.head_dim)
+        promised = question.support.bytes_in(pair)
     cells = max(cells_for(promised, head_bytes), question.longest)
     answer, log = _run(python, question, cells, cache_dtype, flash=True)
     cache_bytes = kv_bytes_per_token(log, head_bytes)
@@ -117,7 +117,7 @@ def score(python: str, question: ScoreQuestion) -> TextScores:
     }
     command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
     answer, log = run_child(NAME, command, request, os.environ, question.seconds)
-    size = kv_bytes_per_token(log, _head_bytes(question.cache, question.held.head_dim))
+    size = kv_bytes_per_token(log, _head_bytes(question.cache, question.support.head_dim))
     return TextScores(answer["scores"], size, answer["version"])
 
 

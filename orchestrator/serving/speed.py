@@ -86,7 +86,7 @@ class Exported:
     folder: Path
     target: str
     dtype: str
-    held: EngineSupport
+    support: EngineSupport
     vocabulary: int
     positions: int
     own_code: bool
@@ -227,7 +227,7 @@ def _target(key: str, engine: Engine, config: Any, dtype: str) -> str:
     for name, target in targets().items():
         if engine.name in target.engines:
             try:
-                cache_bytes = target.held(config, plan).bytes_per_token(dtype)
+                cache_bytes = target.support_for(config, plan).bytes_per_token(dtype)
                 costs[name] = (cache_bytes, -len(target.engines))
             except TargetError as error:
                 reasons.append(f"{name}: {error}")
@@ -277,7 +277,7 @@ def rounds(
                 tokens=tokens,
                 repetitions=REPETITIONS,
                 dtype=model.dtype,
-                held=model.held,
+                support=model.support,
                 memory=memory,
                 own_code=model.own_code,
                 cache=model.cache,

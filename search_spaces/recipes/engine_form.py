@@ -1,7 +1,7 @@
 """What an engine can store of a family without a larger cache, and which recipes suit it.
 
 This module knows no engines: it passes a few plans to the export target
-(`attention.io.targets.Target.held`).
+(`attention.io.targets.Target.support_for`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EngineForm:
                 tuple(maps), geometry.head_dim, other_layers=geometry.other_layers, **more
             )
             try:
-                support = engine_target.held(config, plan)
+                support = engine_target.support_for(config, plan)
             except TargetError:
                 return False
             return support.bytes_per_token("float16") <= plan.kv_bytes_per_token("float16")

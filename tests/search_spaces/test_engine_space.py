@@ -56,7 +56,7 @@ def test_every_plan_is_stored_at_its_own_bytes(name: str, counts: tuple[int, int
     for _ in range(20):
         drawn, ratio = space.to_recipe(space.sample(generator))
         plan = make_plan(quick(drawn, heads), ratio, context, np.random.default_rng(0))
-        assert target(name).held(config, plan).bytes_per_token("float16") == plan.kv_bytes_per_token("float16")
+        assert target(name).support_for(config, plan).bytes_per_token("float16") == plan.kv_bytes_per_token("float16")
         seen.add(drawn.allocation)
     one_count, by_layer = {"uniform", "single"}, {"layerwise", "knapsack", "dha"}
     assert seen & one_count
@@ -94,14 +94,15 @@ def test_a_recipe_is_refused_where_its_plans_are(name: str, family: str) -> None
             )
         plan = make_plan(chosen, 0.5, context, np.random.default_rng(0))
         if not form.refusals(chosen.to_dict(), equal_groups=chosen.equal_groups):
-            assert target(name).held(config, plan).bytes_per_token("float16") == plan.kv_bytes_per_token("float16")
+            support = target(name).support_for(config, plan)
+            assert support.bytes_per_token("float16") == plan.kv_bytes_per_token("float16")
             continue
         try:
-            support = target(name).held(config, plan).bytes_per_token("float16")
+            support = target(name).support_for(config, plan)
         except TargetError:
             continue
         # Refused for what such plans may be; this one may be a plain one by chance
-        assert support >= plan.kv_bytes_per_token("float16")
+        assert support.bytes_per_token("float16") >= plan.kv_bytes_per_token("float16")
 
 
 def test_what_is_refused_says_why_and_the_space_is_never_empty() -> None:

@@ -125,7 +125,7 @@ def test_every_target_holds_the_family_or_says_why_not(
     source = checkpoint.save(convert_with(recipe("gqa"), context.model, plan, None), tmp_path / "model")
     config = checkpoint.load_config(source)
     try:
-        target(name).held(config, plan_of(checkpoint.load(source)))
+        target(name).support_for(config, plan_of(checkpoint.load(source)))
     except TargetError as error:
         assert len(str(error)) > 30
         return

@@ -187,10 +187,10 @@ class Lowered:
 class Target:
     """A format that checkpoints are exported to.
 
-    `held(config, plan)`: the cache per token; raises TargetError for what the format does not
-    support. It reads no weights, and a search may call it for every candidate. `lower(model)`: the
-    model to be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a new
-    folder (`tokenizer` as in `attention.io.checkpoint.save`); returns the format's name of the
+    `support_for(config, plan)`: the cache per token; raises TargetError for what the format cannot
+    represent. It reads no weights, and a search may call it for every candidate. `lower(model)`:
+    the model to be written, in float32. `write(model, folder, dtype, tokenizer)`: all files into a
+    new folder (`tokenizer` as in `attention.io.checkpoint.save`); returns the format's name of the
     model. `read(folder, config)`: the written model, in float32, to be compared with the source;
     `config`: of the model that was written.
 
@@ -201,7 +201,7 @@ class Target:
 
     name: str
     engines: tuple[str, ...]
-    held: Callable[[Any, AttentionPlan], EngineSupport]
+    support_for: Callable[[Any, AttentionPlan], EngineSupport]
     lower: Callable[[PreTrainedModel], Lowered]
     write: Callable[[PreTrainedModel, Path, str, Any], str]
     read: Callable[[Path, Any], PreTrainedModel]
@@ -291,7 +291,7 @@ def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype 
     Raises:
         TargetError: If the target cannot represent the plan.
     """
-    return target(name).held(config, plan).bytes_per_token(dtype)
+    return target(name).support_for(config, plan).bytes_per_token(dtype)
 
 
 def best_target(
@@ -308,7 +308,7 @@ def best_target(
     refusals = {}
     for name, one in targets().items():
         try:
-            cache_bytes[name] = one.held(config, plan).bytes_per_token(dtype)
+            cache_bytes[name] = one.support_for(config, plan).bytes_per_token(dtype)
         except TargetError as error:
             refusals[name] = str(error)
     if not cache_bytes:

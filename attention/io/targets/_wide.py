@@ -17,22 +17,22 @@ from attention.io.wide_form import WideFormError, to_wide, wide_config
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
-Held = Callable[[Any, AttentionPlan], EngineSupport]
+SupportFor = Callable[[Any, AttentionPlan], EngineSupport]
 Lower = Callable[[PreTrainedModel], Lowered]
 
 
-def holding_wide(held: Held) -> Held:
-    """Return `held` of the model of a larger head dim where heads are wide."""
+def support_wide(support_for: SupportFor) -> SupportFor:
+    """Return `support_for` of the model of a larger head dim where heads are wide."""
 
-    def held_wide(config: Any, plan: AttentionPlan) -> EngineSupport:
+    def support_for_wide(config: Any, plan: AttentionPlan) -> EngineSupport:
         if not plan.is_wide:
-            return held(config, plan)
+            return support_for(config, plan)
         try:
-            return held(*wide_config(config, plan))
+            return support_for(*wide_config(config, plan))
         except WideFormError as error:
             raise TargetError(str(error)) from None
 
-    return held_wide
+    return support_for_wide
 
 
 def lowering_wide(lower: Lower) -> Lower:

@@ -24,15 +24,15 @@ from attention.io.targets._gguf.architectures import (
     with_own_counts,
 )
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, written_out
-from attention.io.targets._wide import holding_wide, lowering_wide
+from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling.model_classes import plan_of, plan_of_config
 from attention.plan import AttentionPlan
 
 FILE = "model.gguf"
 
 
-@holding_wide
-def held(config: Any, plan: AttentionPlan) -> EngineSupport:
+@support_wide
+def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the file.
 
     The counts of layers may differ where llama.cpp supports that for the family, else all layers
@@ -43,14 +43,14 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """
     check_no_composition(plan, "gguf")
     if phi.is_needed(config, plan):
-        return held(phi.phi_config(config), plan)
+        return support_for(phi.phi_config(config), plan)
     check_supported(config, plan)
     if with_own_counts(config) is not None:
         shapes = shapes_of(plan, architecture(config, plan))
         return EngineSupport.of(
             kv_heads_of(plan), plan.head_dim, [count * width for count, width in shapes]
         )
-    return gqa.held(config, plan)
+    return gqa.support_for(config, plan)
 
 
 @lowering_wide
@@ -60,7 +60,7 @@ def lower(model: PreTrainedModel) -> Lowered:
     Heads are padded when they are written.
     """
     plan = plan_of(model)
-    held(model.config, plan)
+    support_for(model.config, plan)
     if phi.is_needed(model.config, plan):
         lowered = lower(phi.as_phi(model))
         return replace(
@@ -134,5 +134,11 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
 
 
 TARGET = Target(
-    "gguf", ("llama.cpp",), held, lower, write, read, ("float32", "bfloat16", "float16", "q8_0")
+    "gguf",
+    ("llama.cpp",),
+    support_for,
+    lower,
+    write,
+    read,
+    ("float32", "bfloat16", "float16", "q8_0"),
 )

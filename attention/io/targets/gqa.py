@@ -27,7 +27,7 @@ from attention.io.targets._pairs import (
     widths_of,
     written_out,
 )
-from attention.io.targets._wide import holding_wide, lowering_wide
+from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling.beside import copy_common
 from attention.modeling.model_classes import family_fields, plan_of
 from attention.plan import AttentionPlan
@@ -85,8 +85,8 @@ def stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
     return config_of_stock
 
 
-@holding_wide
-def held(config: Any, plan: AttentionPlan) -> EngineSupport:
+@support_wide
+def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Give every layer as many KV heads as the layer with most pairs has.
 
     Raises:
@@ -126,9 +126,9 @@ def _check_mistral(config: Any, heads: int) -> None:
 
 @lowering_wide
 def lower(model: PreTrainedModel) -> Lowered:
-    """Return the stock GQA form of a Headfold model. Raises TargetError as `held` does."""
+    """Return the stock GQA form of a Headfold model. Raises TargetError as `support_for` does."""
     plan = plan_of(model)
-    held(model.config, plan)
+    support_for(model.config, plan)
     if plan.is_shared:
         lowered = lower(unshare(model))
         return replace(lowered, notes=(*lowered.notes, *written_out(plan)))
@@ -173,4 +173,4 @@ def fill(
 
 
 # Ainslie 2023, section 2; padding: zero heads
-TARGET = Target("gqa", ("transformers", "vLLM"), held, lower, _stock.write, _stock.read)
+TARGET = Target("gqa", ("transformers", "vLLM"), support_for, lower, _stock.write, _stock.read)

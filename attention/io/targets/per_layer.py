@@ -28,15 +28,15 @@ from attention.io.targets._pairs import (
     kv_heads_of,
     written_out,
 )
-from attention.io.targets._wide import holding_wide, lowering_wide
+from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling.model_classes import has_foreign_counts, plan_of
 from attention.plan import AttentionPlan
 
 _CODE = Path(modeling_per_layer.__file__)
 
 
-@holding_wide
-def held(config: Any, plan: AttentionPlan) -> EngineSupport:
+@support_wide
+def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the export.
 
     Raises:
@@ -45,7 +45,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     """
     check_no_composition(plan, "per_layer")
     if len(set(kv_heads_of(plan))) == 1:
-        return gqa.held(config, plan)
+        return gqa.support_for(config, plan)
     heads = _stock_config(config, plan).num_attention_heads
     return EngineSupport.of(kv_heads_of(plan), plan.head_dim, [heads] * plan.num_layers)
 
@@ -54,7 +54,7 @@ def _stock_config(config: Any, plan: AttentionPlan) -> PretrainedConfig:
     """Return the stock config with as many KV heads in every layer as the widest has.
 
     Raises:
-        TargetError: As `held`.
+        TargetError: As `support_for`.
     """
     counts = kv_heads_of(plan)
     if (family := family_of(config)).reads_layer_config:
@@ -77,7 +77,7 @@ def _stock_config(config: Any, plan: AttentionPlan) -> PretrainedConfig:
 def lower(model: PreTrainedModel) -> Lowered:
     """Return the stock model with different attention sizes per layer; or as target gqa."""
     plan = plan_of(model)
-    held(model.config, plan)
+    support_for(model.config, plan)
     if len(set(kv_heads_of(plan))) == 1:
         return gqa.lower(model)
     source = unshare(model)
@@ -132,4 +132,4 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
     ).eval()
 
 
-TARGET = Target("per_layer", ("transformers", "vLLM"), held, lower, write, read)
+TARGET = Target("per_layer", ("transformers", "vLLM"), support_for, lower, write, read)

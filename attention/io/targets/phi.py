@@ -23,7 +23,7 @@ from attention.families import families, family_of, geometry_of
 from attention.heads import LayerHeads
 from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, gqa
 from attention.io.targets._pairs import check_no_composition, kv_heads_of, widths_of, written_out
-from attention.io.targets._wide import holding_wide
+from attention.io.targets._wide import support_wide
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
@@ -51,8 +51,8 @@ def phi_config(config: Any) -> PhiConfig:
     )
 
 
-@holding_wide
-def held(config: Any, plan: AttentionPlan) -> EngineSupport:
+@support_wide
+def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
     """As target gqa. Raises TargetError for another family, a serial residual or composition."""
     _check(config)
     check_no_composition(plan, "phi")
@@ -136,8 +136,8 @@ def as_phi(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def lower(model: PreTrainedModel) -> Lowered:
-    """Return the stock Phi form of a GPT-NeoX. Raises TargetError as `held` does."""
-    held(model.config, plan_of(model))
+    """Return the stock Phi form of a GPT-NeoX. Raises TargetError as `support_for` does."""
+    support_for(model.config, plan_of(model))
     lowered = gqa.lower(as_phi(model))
     return replace(
         lowered,
@@ -146,4 +146,4 @@ def lower(model: PreTrainedModel) -> Lowered:
     )
 
 
-TARGET = Target("phi", ("transformers", "vLLM"), held, lower, _stock.write, _stock.read)
+TARGET = Target("phi", ("transformers", "vLLM"), support_for, lower, _stock.write, _stock.read)

@@ -25,7 +25,7 @@ from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
 from attention.io.targets import EngineSupport, Lowered, Target, TargetError, phi
 from attention.io.targets._pairs import written_out
-from attention.io.targets._wide import holding_wide, lowering_wide
+from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling import scores
 from attention.modeling.composition import composing
 from attention.modeling.model_classes import family_fields, plan_of
@@ -48,8 +48,8 @@ FAMILIES = (
 """Families with separate projections under the same names; GPT-NeoX is written as Phi."""
 
 
-@holding_wide
-def held(config: Any, plan: AttentionPlan) -> EngineSupport:
+@support_wide
+def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return what the plan itself keeps.
 
     Raises:
@@ -65,7 +65,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
             "keep the checkpoint in Headfold's own format"
         )
     if family == "gpt_neox":
-        return held(phi.phi_config(config), plan)
+        return support_for(phi.phi_config(config), plan)
     if family not in FAMILIES:
         raise TargetError(
             f"target transformers takes the families {', '.join((*FAMILIES, 'gpt_neox'))}, got "
@@ -84,7 +84,7 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
 def lower(model: PreTrainedModel) -> Lowered:
     """Return the model as it is, without weights shared between layers; a GPT-NeoX as Phi."""
     plan = plan_of(model)
-    held(model.config, plan)
+    support_for(model.config, plan)
     if family_of(model.config).name == "gpt_neox":
         lowered = lower(phi.as_phi(model))
         return replace(
@@ -173,4 +173,4 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
     ).eval()
 
 
-TARGET = Target("transformers", ("transformers",), held, lower, write, read)
+TARGET = Target("transformers", ("transformers",), support_for, lower, write, read)

@@ -51,7 +51,7 @@ from attention.io.targets._pairs import (
     unpad,
     written_out,
 )
-from attention.io.targets._wide import holding_wide, lowering_wide
+from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling.model_classes import (
     family_fields,
     has_foreign_counts,
@@ -69,8 +69,8 @@ BACKEND = f"{TRUSTING} --model-impl transformers"
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
-@holding_wide
-def held(config: Any, plan: AttentionPlan) -> EngineSupport:
+@support_wide
+def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Return the KV heads of each layer in the export.
 
     The counts of layers may differ, as DeciLM or as in target per_layer. A GPT-NeoX has one count
@@ -84,9 +84,9 @@ def held(config: Any, plan: AttentionPlan) -> EngineSupport:
     check_no_composition(plan, "vllm")
     _check_computed(config)
     if phi.is_needed(config, plan):
-        return phi.held(config, plan)
+        return phi.support_for(config, plan)
     if not has_own_counts(config, plan):
-        return _other(config, plan).held(config, plan)
+        return _other(config, plan).support_for(config, plan)
     counts = kv_heads_of(plan)
     heads = check_query_heads(plan)
     return EngineSupport.of(counts, plan.head_dim, [heads] * plan.num_layers)
@@ -122,7 +122,7 @@ def _other(config: Any, plan: AttentionPlan) -> ModuleType:
     if window_of(config):
         return gqa
     try:
-        per_layer.held(config, plan)
+        per_layer.support_for(config, plan)
     except TargetError:
         return gqa
     return per_layer
@@ -135,7 +135,7 @@ def lower(model: PreTrainedModel) -> Lowered:
     Else as per_layer, gqa or phi.
     """
     plan = plan_of(model)
-    held(model.config, plan)
+    support_for(model.config, plan)
     if phi.is_needed(model.config, plan):
         return phi.lower(model)
     if not has_own_counts(model.config, plan):
@@ -287,4 +287,4 @@ def _stored_heads(stored: dict[str, Tensor], name: str, head_dim: int) -> LayerH
     return LayerHeads(q, k, v, o, q_bias, k_bias, v_bias, stored.get(f"{name}.o_proj.bias"))
 
 
-TARGET = Target("vllm", ("vLLM",), held, lower, write, read)
+TARGET = Target("vllm", ("vLLM",), support_for, lower, write, read)

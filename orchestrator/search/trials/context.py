@@ -163,7 +163,7 @@ class TrialContext:
         """
         if (times := self.decode_times) is None and self.tensor_parallel == 1:
             return {}
-        support = target(self.target).held(config, plan)
+        support = target(self.target).support_for(config, plan)
         facts = {} if times is None else {DECODE: times.of(support)}
         if self.tensor_parallel > 1:
             on_rank = support.on_rank(self.tensor_parallel, plan.num_heads)

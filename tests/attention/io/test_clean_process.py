@@ -178,7 +178,7 @@ def _write(name: str, model: PreTrainedModel, folder: Path, demo: Path) -> Writt
             raise ValueError("not stock")
         return _written(name, folder, model)
     target = targets()[name]
-    target.held(model.config, plan_of(model))
+    target.support_for(model.config, plan_of(model))
     lowered: Lowered = target.lower(model)
     folder.mkdir()
     target.write(lowered.model, folder, "float32", demo)

@@ -44,11 +44,11 @@ def test_the_export_computes_what_the_converted_model_does(family: str, tiny_mod
     model = tiny_model(family)
     if family == ONE_COUNT:
         with pytest.raises(TargetError, match=r"one for all layers with a window, got \[1, 2\].*headfold_gqa"):
-            target("per_layer").held(model.config, EVEN)
+            target("per_layer").support_for(model.config, EVEN)
         return
     if not is_grouped(family, model):
         with pytest.raises(TargetError, match=r"layer 1 has 1 KV heads.*no stock GQA form"):
-            target("per_layer").held(model.config, EVEN)
+            target("per_layer").support_for(model.config, EVEN)
         return
     folder = exported(model, EVEN, tmp_path)
     expected = probe(checkpoint.load(tmp_path / "source", torch.float32))

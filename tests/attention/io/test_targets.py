@@ -40,7 +40,7 @@ every_target = pytest.mark.parametrize("name", sorted(targets()))
 
 def kv_heads_in(name: str, config: Any, plan: AttentionPlan) -> tuple[int, ...]:
     """KV heads of each layer as an engine holds them: the larger of keys and values where the two differ."""
-    support = target(name).held(config, plan)
+    support = target(name).support_for(config, plan)
     return tuple(map(max, support.key_heads, support.value_heads))
 
 

@@ -89,7 +89,7 @@ def test_each_frequency_stands_as_often_as_heads_are_wide(tiny_model: Tiny) -> N
 def test_what_no_stock_model_has(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     mixed = wide(tiny_model("llama"), tiny_tokens, 1, 2)
     with pytest.raises(TargetError, match=r"heads of 8 and 16 dims; export to target transformers"):
-        target("gqa").held(mixed.config, mixed.plan)
+        target("gqa").support_for(mixed.config, mixed.plan)
     gpt2 = tiny_model("gpt2")
     plan = AttentionPlan((LayerPlan(ONE, ONE, 2, 2),) * 2, geometry_of(gpt2.config).head_dim)
     with pytest.raises(WideFormError, match="no separate head dim"):
@@ -105,7 +105,9 @@ def test_targets_hold_it_at_its_own_bytes(name: str, tiny_model: Tiny, tiny_toke
     """Written and read back, with the logits of the model."""
     model = wide(tiny_model("llama"), tiny_tokens, 2, 2)
     one = target(name)
-    assert one.held(model.config, model.plan).bytes_per_token("float16") == model.plan.kv_bytes_per_token("float16")
+    assert one.support_for(model.config, model.plan).bytes_per_token("float16") == model.plan.kv_bytes_per_token(
+        "float16"
+    )
     lowered = one.lower(model)
     config = lowered.model.config
     one.write(lowered.model, tmp_path, "float32", None)
@@ -121,7 +123,7 @@ def test_counts_of_each_layer_of_wide_heads(tiny_model: Tiny, tiny_tokens: Tenso
     converted = convert(model, plan, fusion="least_squares", calibration=calibrate(model, tiny_tokens))
     for name in ("vllm", "gguf"):
         one = target(name)
-        support = one.held(converted.config, plan)
+        support = one.support_for(converted.config, plan)
         assert (support.key_heads, support.head_dim) == ((1, 2), 16)
         folder = tmp_path / name
         folder.mkdir()

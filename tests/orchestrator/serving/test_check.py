@@ -36,12 +36,12 @@ def exported(demo_model: PreTrainedModel, demo_dir: Path, tmp_path_factory: pyte
     return folder
 
 
-def _found(folder: Path, gguf: Path, tokenizer: Any = None, held: EngineSupport | None = None) -> list[str]:
+def _found(folder: Path, gguf: Path, tokenizer: Any = None, support: EngineSupport | None = None) -> list[str]:
     """The reasons of a check of a GGUF file in llama.cpp."""
     model = checkpoint.load(folder / "source")
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder / "source")
-    held = held or target("gguf").held(model.config, PLAN)
-    return check_export(LLAMA_CPP, sys.executable, gguf, model, tokenizer, held, "float32").reasons
+    support = support or target("gguf").support_for(model.config, PLAN)
+    return check_export(LLAMA_CPP, sys.executable, gguf, model, tokenizer, support, "float32").reasons
 
 
 def test_the_verb_checks_and_keeps_what_it_found(

@@ -41,7 +41,7 @@ def test_the_engine_is_timed_at_every_divisor(demo_dir: Path, monkeypatch: pytes
     assert all(0 < seconds < 10 for seconds in times.seconds)
     geometry, config = checkpoints.open_checkpoint(demo_dir).geometry, checkpoint.load_config(demo_dir)
     for heads, seconds in zip(times.heads, times.seconds, strict=True):
-        assert times.of(target("gguf").held(config, equal_plan(geometry, heads))) == pytest.approx(seconds)
+        assert times.of(target("gguf").support_for(config, equal_plan(geometry, heads))) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_every_family_has_a_recipe_and_its_engines_hold_it(family: str) -> None:
         bytes_per_token = set()
         for name in ENGINE_TARGETS[engine]:
             with suppress(TargetError):
-                bytes_per_token.add(target(name).held(config, plan).bytes_per_token("float16"))
+                bytes_per_token.add(target(name).support_for(config, plan).bytes_per_token("float16"))
         assert plan.kv_bytes_per_token("float16") in bytes_per_token
 
 
