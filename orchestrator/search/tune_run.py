@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,7 +110,7 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     try:
         with stage("trials", total, "rungs", start=done) as log.stage:
             log.stage.detail = log.planning
-            tuner.fit()
+            fit(tuner)
     except Exception as error:
         if journal.failed is None and not disk_failed(error):
             raise
@@ -122,6 +124,22 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     remove_leftovers(config, folder, history)
     if journal.failed is not None:
         raise JournalError(journal.failed)
+
+
+def fit(tuner: tune.Tuner) -> tune.ResultGrid:
+    """Run Tune, and restore the signal handlers afterwards.
+
+    Tune leaves its own: the next Ctrl-C, or the interruption of a promotion that waits for nodes in
+    vain, would be a message about Tune and nothing else.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where Tune replaces none
+        return tuner.fit()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    try:
+        return tuner.fit()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _tuner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,9 @@ def test_dha_and_align_in_a_search(tmp_path: Path, demo_dir: Path) -> None:
         rungs={"steps": [0, 1, 3], "stop": False},
         promotion={"steps": 2},
     )
+    handler = signal.getsignal(signal.SIGINT)
     outcome = search(config)
+    assert signal.getsignal(signal.SIGINT) is handler, "Ctrl-C after the trials"
     trials = {t.recipe: t for t in load_trials(outcome.folder)}
     assert {name: t.status for name, t in trials.items()} == dict.fromkeys(("gqa", "dha", "masked"), DONE)
     steps = {name: [r["step"] for r in t.rungs] for name, t in trials.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from ray.tune.search import Searcher
 from orchestrator.config.schema import read_search_config
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch
 from orchestrator.search.schedulers import RungProblem, make_scheduler
-from orchestrator.search.tune_run import stops_in_training
+from orchestrator.search.tune_run import fit, stops_in_training
 from orchestrator.storage.journal import Journal
 
 CONFIG = {"recipe": "own", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}}
@@ -68,12 +69,14 @@ def make_train() -> Any:
 @pytest.mark.slow
 def test_tune_pauses_and_continues_trials(tmp_path: Path, ray_cluster: None) -> None:
     configs = [{"folder": str(tmp_path), "number": n, "losses": losses} for n, losses in enumerate(LOSSES)]
-    result = tune.Tuner(
+    tuner = tune.Tuner(
         tune.with_resources(make_train(), {"CPU": 0.5}),
         tune_config=tune_config(configs, "front", 2, tmp_path, reuse_actors=True),
         run_config=tune.RunConfig(name="pausing", storage_path=str(tmp_path / "tune"), verbose=0),
-    ).fit()
-    assert not result.errors
+    )
+    handler = signal.getsignal(signal.SIGINT)
+    assert not fit(tuner).errors
+    assert signal.getsignal(signal.SIGINT) is handler, "that of Tune swallows the next Ctrl-C"
     rungs = Counter(len((tmp_path / f"{n}.jsonl").read_text().splitlines()) for n in range(len(LOSSES)))
     assert rungs == {1: 3, 2: 2, 3: 1}  # six, three of them, one of those: nothing was trained twice
 
@@ -104,11 +107,12 @@ def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
 def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ray_cluster: None) -> None:
     losses = [[5.0, 4.0, 3.0], [5.0, 9.0, 9.0], [5.0, 3.0, 2.0]]
     reuse_actors = not stops_in_training(read_search_config("configs/demo.yaml"))
-    result = tune.Tuner(
+    tuner = tune.Tuner(
         tune.with_resources(make_busy(), {"CPU": 0.5}),
         tune_config=tune_config([{"losses": own} for own in losses], "asha", 1, tmp_path, reuse_actors),
         run_config=tune.RunConfig(name="stopping", storage_path=str(tmp_path / "tune"), verbose=0),
-    ).fit()
+    )
+    result = fit(tuner)
     assert not result.errors
     last = {tuple(one.config["losses"]): one.metrics["rung"] for one in result if one.config and one.metrics}
     assert list(last.values()) == [2, 1, 2]
