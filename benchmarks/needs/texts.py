@@ -101,7 +101,7 @@ def result(started: subprocess.Popen[str]) -> dict[str, Any]:
 
 @benchmark("texts", devices=("cpu",))
 def texts(scale: Scale) -> Iterator[Row]:
-    """Peak memory of tokenising and of reading ten times as many tokens."""
+    """Peak memory of tokenising and of reading a small and a large token set."""
     few, many = scale.pick((200_000, 2_000_000), (20_000_000, 100_000_000))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "text.jsonl"

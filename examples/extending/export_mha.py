@@ -18,7 +18,7 @@ from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
 
 
-def held(config: Any, plan: AttentionPlan) -> EngineSupport:
+def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
     """Allow as many KV heads as query heads, in every layer."""
     return EngineSupport.of([plan.num_heads] * plan.num_layers, plan.head_dim)
 
@@ -32,4 +32,4 @@ def lower(model: PreTrainedModel) -> Lowered:
 
 
 # Vaswani 2017, section 3.2.2
-TARGET = Target("mha", ("transformers", "vLLM", "llama.cpp"), held, lower, _stock.write, _stock.read)
+TARGET = Target("mha", ("transformers", "vLLM", "llama.cpp"), support_for, lower, _stock.write, _stock.read)

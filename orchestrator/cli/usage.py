@@ -39,8 +39,10 @@ def usage_message(error: Any, arguments: Sequence[str]) -> str | None:
         message = (
             f"no such verb {verb[1]!r}{did_you_mean(verb[1], verbs)}; there are {', '.join(verbs)}"
         )
-    elif message.startswith("Missing option") and re.match("[^-]", "".join(arguments[1:2])):
-        message += f"; write {error.param.opts[0]} {arguments[1]}"
+    elif message.startswith("Missing option '--model'") and re.match(
+        "[^-]", "".join(arguments[1:2])
+    ):
+        message += f"; write --model {arguments[1]}"
     elif message.startswith("Invalid value") and (parameter := getattr(error, "param", None)):
         message += "".join(f", got {value!r}" for value in _values(parameter.opts, arguments)[-1:])
     if re.match(rf"[Gg]ot unexpected extra argument(s|\(s\))? \({NUMBERS.pattern}\)", message):

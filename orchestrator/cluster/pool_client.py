@@ -101,6 +101,17 @@ def open_pool(storage_path: str, **seconds: float) -> Iterator[str]:
         _remove_folders(storage_path)
 
 
+def worker_groups(pool: str) -> int:
+    """Return the number of groups of workers of a pool, starting and idle ones included.
+
+    Raises:
+        ValueError: If there is no such pool.
+        RayError: If it does not answer.
+    """
+    state: Any = ray.get(ray.get_actor(pool).state.remote(), timeout=5)
+    return len(state["groups"])
+
+
 def _remove_folders(storage_path: str) -> None:
     """Remove the folders of groups; they contain nothing that is needed."""
     for folder in Path(storage_path).glob(f"{_FOLDER_PREFIX}-*"):

@@ -250,7 +250,7 @@ def request_bundles(requester: str, bundles: list[dict[str, float]], seconds: fl
     """Make the autoscaler keep, or add, nodes with room for these bundles at the same time.
 
     A cluster has one request. Ray Train's coordinator replaces it every 20 s by the union of what
-    was sent to it, workers of trainings among them: what is requested elsewhere is lost then.
+    was sent to it, workers of trainings among them: a request made by other means is overwritten.
 
     Args:
         requester: Whose earlier request is replaced.

@@ -23,13 +23,13 @@ from orchestrator.cluster.capacity import (
     free_nodes,
     group_slots,
     live_nodes,
-    resolve_strategy,
     room_to_plan,
     slots,
     worker_bundles,
 )
 from orchestrator.cluster.node_reservation import NodeReservation
 from orchestrator.cluster.placement import Demand, task_options
+from orchestrator.cluster.pool_client import worker_groups
 from orchestrator.cluster.ray_tasks import cancel_unfinished
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers import ResumableSearcher
@@ -40,7 +40,8 @@ from orchestrator.storage import records
 from orchestrator.storage.journal import History
 
 CHECK_SECONDS = 2.0
-_HOLD_SECONDS = 15.0
+_HOLD_SECONDS = 2.0
+"""Shorter than the interval of an autoscaler, which would see a new group of workers twice."""
 
 
 def convert_ahead(candidate: Candidate, context: TrialContext, folder: Path) -> None:
@@ -230,6 +231,7 @@ class HoldNodes(Callback):
         self._history = history
         self._expected = expected
         self._parallel = config.resources.max_concurrent
+        self._pool = session.context.pool
         self._nodes = NodeReservation(str(session.folder.root))
         self._held_at = 0.0
         self.active = config.resources.hold_nodes and len(config.rungs.steps) > 1
@@ -239,23 +241,30 @@ class HoldNodes(Callback):
         return {}
 
     def bundles(self) -> list[dict[str, float]]:
-        """Return the worker bundles that trials need later, limited to free resources.
+        """Return the worker bundles that trials need later, limited to running nodes.
 
-        Ray Train requests those of running trials.
+        The groups of workers that exist are left out, since Ray Train requests them. Another
+        search may count the same nodes.
         """
         needed = self._expected - len(self._history.configs) + len(self._history.open)
         if self._parallel != "auto":
             needed = min(needed, int(self._parallel))
+        live = live_nodes()
+        groups = min(needed, group_slots(live, self._shape)) - self._existing_groups()
+        return worker_bundles(live, self._shape, max(0, groups))
+
+    def _existing_groups(self) -> int:
+        """Return the number of groups of workers that Ray Train requests nodes for."""
+        if self._pool is not None:
+            return worker_groups(self._pool)
         training, _ = running_trials(self._history)
-        shape = resolve_strategy(self._shape, live_nodes())
-        free = free_nodes()
-        return worker_bundles(free, shape, max(0, min(needed - training, group_slots(free, shape))))
+        return training
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         now = time.monotonic()
         if self.active and now - self._held_at >= _HOLD_SECONDS:
             self._held_at = now
-            with contextlib.suppress(RayError):  # the head is busy or away
+            with contextlib.suppress(RayError, ValueError):  # the head is busy, the pool is gone
                 self._nodes.hold(self.bundles())
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:

@@ -110,7 +110,7 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     try:
         with stage("trials", total, "rungs", start=done) as log.stage:
             log.stage.detail = log.planning
-            fit(tuner)
+            run_tuner(tuner)
     except Exception as error:
         if journal.failed is None and not disk_failed(error):
             raise
@@ -126,11 +126,11 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
         raise JournalError(journal.failed)
 
 
-def fit(tuner: tune.Tuner) -> tune.ResultGrid:
+def run_tuner(tuner: tune.Tuner) -> tune.ResultGrid:
     """Run Tune, and restore the signal handlers afterwards.
 
     Tune leaves its own: the next Ctrl-C, or the interruption of a promotion that waits for nodes in
-    vain, would be a message about Tune and nothing else.
+    vain, would only print Tune's message and not interrupt anything.
     """
     if threading.current_thread() is not threading.main_thread():  # where Tune replaces none
         return tuner.fit()

@@ -22,7 +22,7 @@ Lower = Callable[[PreTrainedModel], Lowered]
 
 
 def support_wide(support_for: SupportFor) -> SupportFor:
-    """Return `support_for` of the model of a larger head dim where heads are wide."""
+    """Wrap `support_for`: it is called with the model of a larger head dim where heads are wide."""
 
     def support_for_wide(config: Any, plan: AttentionPlan) -> EngineSupport:
         if not plan.is_wide:

@@ -21,7 +21,7 @@ import torch
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from benchmarks.needs.alone import Alone
-from orchestrator.cluster.pool_client import GroupError, PoolGone, open_pool, train_on_pool
+from orchestrator.cluster.pool_client import GroupError, PoolGone, open_pool, train_on_pool, worker_groups
 from orchestrator.cluster.worker_pool import Pool
 from trainers.jobs.run import run_job
 from trainers.jobs.train_job import TrainJob
@@ -100,6 +100,7 @@ def test_one_group_carries_out_job_after_job(pool: str, job: TrainJob, whole: di
         assert Path(outcome["checkpoint_path"], "layout.json").is_file()
     assert set(map(tuple, message.values())) == {(2, 4, 6)}
     (group,) = state(pool)["groups"].values()
+    assert worker_groups(pool) == 1
     assert group == {"shape": Shape(1, 0.4, 0.0), "jobs": 3, "busy": False}
     assert {name: len(result) for name, result in actors("RayTrainWorker", "TrainController").items()} == {
         "RayTrainWorker": 1,
@@ -196,6 +197,7 @@ def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole
     assert train_on_pool(pool, alone, lambda r: report.append(r["step"]))["relaxation_steps"] == 4
     assert report == [0]  # no recovery: the result of the relaxation is the one report
     (group,) = state(pool)["groups"].values()
+    assert worker_groups(pool) == 1
     assert group == {"shape": Shape(2, 0.9, 0.0), "jobs": 7, "busy": False}
 
 

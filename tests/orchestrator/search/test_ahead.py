@@ -125,6 +125,7 @@ def session(tmp_path: Path, demo_dir: Path) -> Any:
     folder.root.mkdir()
     settings = TrainSettings(batch_size=2).model_dump(mode="json")
     context: Any = SimpleNamespace(folder=str(folder.root), task={"num_gpus": 1})
+    context.pool = None
     context.search_phase = lambda candidate: None
     context.settings = lambda recipe, rate: TrainSettings.model_validate(settings)
     context.relaxation_steps = lambda recipe: 0
@@ -230,7 +231,6 @@ def test_nothing_is_ahead_without_gpus_or_with_zero(session: Any, tasks: Tasks) 
 def test_nodes_are_reserved_for_later_trials_and_no_longer(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     four = Nodes(4, {"CPU": 8.0, "GPU": 2.0})
     monkeypatch.setattr(ahead, "live_nodes", lambda: [four])
-    monkeypatch.setattr(ahead, "free_nodes", lambda: [four])
     _, journal = searching(session)
     workers = {"CPU": 2.0, "GPU": 2.0}
     hold = HoldNodes(session, journal.history, expected=3)
@@ -239,11 +239,11 @@ def test_nodes_are_reserved_for_later_trials_and_no_longer(session: Any, monkeyp
         journal.append(TRIAL, trial=trial, config=config.config())
     journal.append(END, trial="t0000", error=None, trace=None, lost=False, bare=False)
     assert hold.bundles() == [workers] * 2
-    monkeypatch.setattr(ahead, "free_nodes", lambda: [Nodes(1, four.resources)])
+    monkeypatch.setattr(ahead, "live_nodes", lambda: [Nodes(1, four.resources)])
     assert hold.bundles() == [workers], "no node is bought for it"
-    monkeypatch.setattr(ahead, "free_nodes", lambda: [Nodes(4, {"CPU": 8.0, "GPU": 0.0})])
-    assert hold.bundles() == [], "Ray Train requests those in use"
     one = session.config.resources.model_copy(update={"max_concurrent": 1})
     limited = replace(session, config=session.config.model_copy(update={"resources": one}))
-    monkeypatch.setattr(ahead, "free_nodes", lambda: [four])
+    monkeypatch.setattr(ahead, "live_nodes", lambda: [four])
     assert HoldNodes(limited, journal.history, expected=3).bundles() == [workers]
+    report(journal, "t0001", 0)
+    assert hold.bundles() == [workers], "Ray Train requests the node of a trial that trains"

@@ -16,7 +16,7 @@ from ray.tune.search import Searcher
 from orchestrator.config.schema import read_search_config
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch
 from orchestrator.search.schedulers import RungProblem, make_scheduler
-from orchestrator.search.tune_run import fit, stops_in_training
+from orchestrator.search.tune_run import run_tuner, stops_in_training
 from orchestrator.storage.journal import Journal
 
 CONFIG = {"recipe": "own", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}}
@@ -75,7 +75,7 @@ def test_tune_pauses_and_continues_trials(tmp_path: Path, ray_cluster: None) -> 
         run_config=tune.RunConfig(name="pausing", storage_path=str(tmp_path / "tune"), verbose=0),
     )
     handler = signal.getsignal(signal.SIGINT)
-    assert not fit(tuner).errors
+    assert not run_tuner(tuner).errors
     assert signal.getsignal(signal.SIGINT) is handler, "that of Tune swallows the next Ctrl-C"
     rungs = Counter(len((tmp_path / f"{n}.jsonl").read_text().splitlines()) for n in range(len(LOSSES)))
     assert rungs == {1: 3, 2: 2, 3: 1}  # six, three of them, one of those: nothing was trained twice
@@ -112,7 +112,7 @@ def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ra
         tune_config=tune_config([{"losses": own} for own in losses], "asha", 1, tmp_path, reuse_actors),
         run_config=tune.RunConfig(name="stopping", storage_path=str(tmp_path / "tune"), verbose=0),
     )
-    result = fit(tuner)
+    result = run_tuner(tuner)
     assert not result.errors
     last = {tuple(one.config["losses"]): one.metrics["rung"] for one in result if one.config and one.metrics}
     assert list(last.values()) == [2, 1, 2]

@@ -18,7 +18,7 @@ from orchestrator.cluster.session import last_error
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.trial import run_trial
-from orchestrator.search.tune_run import fit
+from orchestrator.search.tune_run import run_tuner
 from orchestrator.storage.json_files import read_json
 from search_spaces.recipes.catalogue import recipe
 
@@ -44,7 +44,7 @@ def run(context: TrialContext, name: str, **changes: Any) -> tuple[Any, dict[str
         param_space=config,
         run_config=tune.RunConfig(storage_path=f"{ours.folder}/tune", verbose=0),
     )
-    (result,) = fit(tuner)
+    (result,) = run_tuner(tuner)
     facts = list(Path(ours.folder, "trials").glob("*/facts.json"))
     return result, read_json(facts[0]) if facts else {}
 
