@@ -34,7 +34,7 @@ def format_of(folder: str | Path | Checkpoint, dtype: Any) -> dict[str, Any]:
     folder = opened.path
     if config.model_type.startswith(TYPE_PREFIX):
         note = f"Headfold's own format ({_reason(plan)}), which stock software does not load"
-        support = held_by(config, plan)
+        support = support_by_target(config, plan)
         padding = {}
         for name in exact_targets(config, plan, dtype):
             if zeros := support[name].zero_query_heads(plan):
@@ -89,15 +89,16 @@ def exact_targets(config: Any, plan: AttentionPlan, dtype: Any) -> dict[str, int
     """
     before = plan.kv_bytes_per_token(dtype)
     takes = {
-        name: support.bytes_per_token(dtype) for name, support in held_by(config, plan).items()
+        name: support.bytes_per_token(dtype)
+        for name, support in support_by_target(config, plan).items()
     }
     with_code = ("per_layer", "transformers")
     order = sorted(takes, key=lambda name: (name in with_code, name == "gguf", name))
     return {name: takes[name] for name in order if takes[name] <= before}
 
 
-def held_by(config: Any, plan: AttentionPlan) -> dict[str, EngineSupport]:
-    """Return what the engines of each target keep of a plan, for targets that hold it at all."""
+def support_by_target(config: Any, plan: AttentionPlan) -> dict[str, EngineSupport]:
+    """Return the caches of the engines of each target that can represent a plan."""
     support = {}
     for name, one in targets().items():
         with suppress(TargetError):
@@ -161,7 +162,7 @@ def _way_out(
             f"{before} KV bytes"
         )
         return f"{command} per token" + f" ({also})" * bool(also)
-    support = held_by(config, plan)
+    support = support_by_target(config, plan)
     for name in ("gqa", "phi"):
         if name in support:
             command = export_command(folder, name, "--allow-larger-cache")

@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ray.exceptions import RayError
 
-from orchestrator.cluster.ray_internals import cancel_bundles, node_types, request_bundles
+from orchestrator.cluster.ray_internals import (
+    cancel_bundles,
+    node_coordinator,
+    node_types,
+    request_bundles,
+)
 
 LOST_SECONDS = 300.0
 """Seconds without a call of `hold`, after which a reservation expires."""
@@ -25,19 +31,25 @@ class NodeReservation:
 
     search: str
     lost_seconds: float = LOST_SECONDS
-    _requested: bool = field(default=False, repr=False)
+    _coordinator: Any = field(default=None, repr=False)
 
-    def hold(self, bundles: Sequence[dict[str, float]]) -> None:
-        """Reserve nodes for these bundles until the next call, `release`, or the driver's end."""
+    def hold(self, bundles: Sequence[dict[str, float]]) -> bool:
+        """Reserve nodes for these bundles until the next call, `release`, or the driver's end.
+
+        Returns:
+            Whether the search has a request, which may be for nothing.
+        """
         with contextlib.suppress(RayError, ValueError):  # the head is busy or away: the next time
-            if not self._requested and (not bundles or not node_types()):
-                return
-            request_bundles(self.search, list(bundles), self.lost_seconds)
-            self._requested = True
+            if self._coordinator is None:
+                if not bundles or not node_types():
+                    return False
+                self._coordinator = node_coordinator()
+            request_bundles(self._coordinator, self.search, list(bundles), self.lost_seconds)
+        return self._coordinator is not None
 
     def release(self) -> None:
         """End the reservation."""
-        if self._requested:
+        if self._coordinator is not None:
             with contextlib.suppress(RayError, ValueError):
-                cancel_bundles(self.search)
-            self._requested = False
+                cancel_bundles(self._coordinator, self.search)
+            self._coordinator = None

@@ -246,13 +246,25 @@ def _ended_monitor_log(gcs_address: str) -> str | None:
     return None
 
 
-def request_bundles(requester: str, bundles: list[dict[str, float]], seconds: float) -> None:
+def node_coordinator() -> Any:
+    """Return the actor that sends a cluster's request of nodes to the autoscaler, Ray Train's."""
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        get_or_create_autoscaling_coordinator,  # ray.data takes a second to import
+    )
+
+    return get_or_create_autoscaling_coordinator()
+
+
+def request_bundles(
+    coordinator: Any, requester: str, bundles: list[dict[str, float]], seconds: float
+) -> None:
     """Make the autoscaler keep, or add, nodes with room for these bundles at the same time.
 
     A cluster has one request. Ray Train's coordinator replaces it every 20 s by the union of what
     was sent to it, workers of trainings among them: a request made by other means is overwritten.
 
     Args:
+        coordinator: From `node_coordinator`.
         requester: Whose earlier request is replaced.
         bundles: Resources, in addition to those of running trainings.
         seconds: Time after which the request expires, unless it is made again.
@@ -261,7 +273,7 @@ def request_bundles(requester: str, bundles: list[dict[str, float]], seconds: fl
         ResourceRequestPriority,
     )
 
-    _coordinator().request_resources.remote(
+    coordinator.request_resources.remote(
         requester_id=requester,
         resources=bundles,
         expire_after_s=seconds,
@@ -269,17 +281,9 @@ def request_bundles(requester: str, bundles: list[dict[str, float]], seconds: fl
     )
 
 
-def cancel_bundles(requester: str) -> None:
+def cancel_bundles(coordinator: Any, requester: str) -> None:
     """End a request of `request_bundles`."""
-    ray.get(_coordinator().cancel_request.remote(requester_id=requester), timeout=10)
-
-
-def _coordinator() -> Any:
-    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-        get_or_create_autoscaling_coordinator,  # ray.data takes a second to import
-    )
-
-    return get_or_create_autoscaling_coordinator()
+    ray.get(coordinator.cancel_request.remote(requester_id=requester), timeout=10)
 
 
 def head_options() -> Mapping[str, Any]:

@@ -40,8 +40,8 @@ from orchestrator.storage import records
 from orchestrator.storage.journal import History
 
 CHECK_SECONDS = 2.0
-_HOLD_SECONDS = 2.0
-"""Shorter than the interval of an autoscaler, which would see a new group of workers twice."""
+_UNRESERVED_SECONDS = 15.0
+"""Between two looks at what to reserve, while nothing is, as on a cluster without an autoscaler."""
 
 
 def convert_ahead(candidate: Candidate, context: TrialContext, folder: Path) -> None:
@@ -233,7 +233,7 @@ class HoldNodes(Callback):
         self._parallel = config.resources.max_concurrent
         self._pool = session.context.pool
         self._nodes = NodeReservation(str(session.folder.root))
-        self._held_at = 0.0
+        self._due = 0.0
         self.active = config.resources.hold_nodes and len(config.rungs.steps) > 1
 
     def __getstate__(self) -> object:
@@ -262,10 +262,12 @@ class HoldNodes(Callback):
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         now = time.monotonic()
-        if self.active and now - self._held_at >= _HOLD_SECONDS:
-            self._held_at = now
+        if self.active and now >= self._due:
+            reserved = False
             with contextlib.suppress(RayError, ValueError):  # the head is busy, the pool is gone
-                self._nodes.hold(self.bundles())
+                reserved = self._nodes.hold(self.bundles())
+            # More often than an autoscaler looks, which would see a new group of workers twice
+            self._due = now + (CHECK_SECONDS if reserved else _UNRESERVED_SECONDS)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         self._nodes.release()

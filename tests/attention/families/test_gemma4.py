@@ -98,16 +98,19 @@ def test_an_export_is_a_stock_folder(tiny_model: Tiny, tmp_path: Path) -> None:
         assert report.exact and report.model_type == NAME and report.kv_heads == (2, 2)
         assert report.kv_bytes_per_token_after == report.kv_bytes_per_token_before == 768
         assert not list((tmp_path / name).glob("*.py")), "no code is needed"
-    held = target("gqa").support_for(checkpoint.load_config(source), plan_of(checkpoint.load(source)))
-    assert held.on_rank(2).bytes_per_token("float32") == 384 and held.on_rank(4).other_layers == ((1, 16), (1, 16))
+    support = target("gqa").support_for(checkpoint.load_config(source), plan_of(checkpoint.load(source)))
+    assert support.on_rank(2).bytes_per_token("float32") == 384 and support.on_rank(4).other_layers == (
+        (1, 16),
+        (1, 16),
+    )
 
 
 def test_formats_of_the_cache_are_of_all_layers(tiny_model: Tiny) -> None:
     plan = plan_of(tiny_model(NAME))
     fp8 = CachePair.parse("fp8")
     assert 2 * fp8.bytes_per_token(plan) == plan.kv_bytes_per_token("float16")
-    held = target("gqa").support_for(tiny_model(NAME).config, plan)
-    assert held.bytes_in(fp8) == fp8.bytes_per_token(plan)
+    support = target("gqa").support_for(tiny_model(NAME).config, plan)
+    assert support.bytes_in(fp8) == fp8.bytes_per_token(plan)
 
 
 def test_a_plan_is_read_as_it_was_written() -> None:

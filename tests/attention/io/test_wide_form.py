@@ -105,9 +105,8 @@ def test_targets_hold_it_at_its_own_bytes(name: str, tiny_model: Tiny, tiny_toke
     """Written and read back, with the logits of the model."""
     model = wide(tiny_model("llama"), tiny_tokens, 2, 2)
     one = target(name)
-    assert one.support_for(model.config, model.plan).bytes_per_token("float16") == model.plan.kv_bytes_per_token(
-        "float16"
-    )
+    support = one.support_for(model.config, model.plan)
+    assert support.bytes_per_token("float16") == model.plan.kv_bytes_per_token("float16")
     lowered = one.lower(model)
     config = lowered.model.config
     one.write(lowered.model, tmp_path, "float32", None)
