@@ -225,7 +225,8 @@ class CacheOption:
 
     Attributes:
         share: Bytes of the whole model's cache in this format, relative to 16 bits a number.
-        kv_ratio: Share of its KV heads that fit; 1 and more where all do.
+        kv_ratio: Share of the KV heads of converted layers that fit; 1 and more where all do, and
+            below 0 where those of the other layers do not.
     """
 
     pair: CachePair
@@ -259,7 +260,10 @@ def cache_options(
             if pair is None:
                 continue
             raise
-        options.append(CacheOption(each, format_share, share / format_share))
+        others = each.bytes_of(plan.other_layers)
+        heads = share * plan.kv_bytes_per_token("float16") - others
+        kv_ratio = heads / (each.bytes_per_token(plan) - others)
+        options.append(CacheOption(each, format_share, kv_ratio))
     return sorted(options, key=lambda option: option.share)
 
 

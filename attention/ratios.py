@@ -158,6 +158,16 @@ def bytes_of_ratio(ratio: float, geometry: HeadGeometry, itemsize: int) -> int:
     return converted + itemsize * cached_numbers(geometry.other_layers)
 
 
+def byte_share(ratio: float, geometry: HeadGeometry) -> float:
+    """Return the share of the bytes of the whole cache where a share of the converted heads stays.
+
+    The two differ where layers are not converted.
+    """
+    converted = own_heads(geometry) * geometry.head_dim
+    others = cached_numbers(geometry.other_layers)
+    return (others + ratio * converted) / (others + converted)
+
+
 def ratio_of_bytes(size: float, geometry: HeadGeometry, dtype: Any) -> float:
     """Return the share of the checkpoint's own heads that takes `size` bytes per token.
 

@@ -92,8 +92,9 @@ class RankCache:
         least = "at least " * self.at_least
         text = f"on each of {ranks} GPUs {least}{rank_bytes:,} KV bytes per token"
         if original is not None and rank_bytes >= original:
+            before = "as before" if rank_bytes == original else f"{original:,} before"
             return (
-                f"{text}, as before: this saves nothing there, since every GPU holds at least one "
+                f"{text}, {before}: this saves nothing there, since every GPU holds at least one "
                 "KV head per layer"
             )
         if original is not None:

@@ -87,7 +87,7 @@ def measured(
     plan = plan_of(model)  # type: ignore[arg-type]
     support = EngineSupport.of([layer.key_heads for layer in plan.layers], plan.head_dim)
     reference: dict[str, Tensor] = {}
-    for name in formats:
+    for name in dict.fromkeys(["f16", *formats]):  # the first is the reference of the others
         pair = CachePair.parse(name)
         share = pair.bytes_per_token(plan) / plan.kv_bytes_per_token("float16")
         with engine_cache(model, pair):  # type: ignore[arg-type]

@@ -88,11 +88,11 @@ def conversion(store: MemoryStore, name: str, one: Recipe, budget: Fraction) -> 
     original = store.request.checkpoint.plan.kv_bytes_per_token("float16")
     phases = Phases()
     store.request = replace(store.request, recipe=one)
-    before = sum(store.phases.values())
+    before, planned = sum(store.phases.values()), len(store.context.work)
     plan = store.plan(budget)
     planning = sum(store.phases.values()) - before
     model, fits = convert_and_refine(one, plan, store.context, phases)
-    work = cost(fits, phases)
+    work = cost([*store.context.work[planned:], *fits], phases)
     heads = plan.kv_bytes_per_token("float16") / original
     return Conversion(name, heads, model, work["optimizer_steps"], planning + sum(phases.values()))
 

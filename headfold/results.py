@@ -144,6 +144,8 @@ class EvaluationResult(VerbResult):
 
     def lines(self) -> dict[str, str]:
         record = self.record
+        if "perplexity" not in record:  # measured in an engine
+            return super().lines()
         perplexity = f"{record['perplexity']:.2f}"
         if record.get("original_perplexity") is not None:
             perplexity += f", {record['original_perplexity']:.2f} of the original"

@@ -256,11 +256,14 @@ def _save_start(
     A state that cannot be read is written anew.
     """
     address = redact(uri or default_uri(folder.storage))
-    if not {"started", "tracking"} <= set(folder.read_state()):
-        began = datetime.fromtimestamp(folder.started or time.time(), UTC)
-        started = began.isoformat(timespec="seconds")
+    state = folder.read_state()
+    if not {"started", "tracking"} <= set(state):
         command = redact(shlex.join(["headfold", *sys.argv[1:]]))
-        write_json(folder.state, {"started": started, "command": command, "tracking": address})
+        state = {"started": _iso(folder.started or time.time()), "command": command}
+    else:
+        state = {**state, "resumed": _iso(time.time())}
+        state.pop("ended", None)
+    write_json(folder.state, {**state, "tracking": address})
     print(f"search   {folder.root}")
     print(f"MLflow   {address}")
     print(
@@ -307,6 +310,11 @@ def _search_run(config: SearchConfig, folder: SearchFolder, status: str) -> Trac
     return replace(run, tags=run.tags | {NOTE: search_note(config, folder)})
 
 
+def _iso(seconds: float) -> str:
+    """Return a time in seconds since 1970 as ISO 8601, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
 def _save_run_id(folder: SearchFolder, mlflow: MlflowSync) -> None:
     """Save the id of the search's run, by which the report and a copy of the folder find it."""
     if mlflow.parent_id is not None:
@@ -345,6 +353,7 @@ def _run_to_end(
         try:
             control.check()
             state = read_json(folder.state)
+            state.pop("resumed", None)
             state |= {"seconds": state.get("seconds", 0.0) + time.time() - started, **ended}
             write_json(folder.state, state)
             mlflow.put(_search_run(config, folder, status))

@@ -18,12 +18,14 @@ from trainers.adapters import add_adapters
 from trainers.deepspeed_config import ADAM_BYTES, DECAY, LAYOUT, config_of, layout_of
 from trainers.freezing import freeze_all_but_keys_and_values
 from trainers.loop import LossFunction, ParameterGroup
+from trainers.out_of_memory import free_memory
 from trainers.recomputation import compile_layers, recompute
 from trainers.settings import TrainSettings
 
 TAG = "engine"
 SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the settings'
-_OWN = (SCALE, "weight_decay")  # settings specific to a group
+_OF_SETTINGS = (SCALE, "weight_decay", "betas")
+"""Options of the optimiser's groups that a checkpoint does not change."""
 
 
 class TrainEngine:
@@ -201,8 +203,10 @@ class TrainEngine:
         if anew:
             source = resharding.for_any_number(folder, TAG, zero.write_universal)
         group_options = [
-            {key: group[key] for key in _OWN} for group in self._engine.optimizer.param_groups
+            {key: group[key] for key in _OF_SETTINGS if key in group}
+            for group in self._engine.optimizer.param_groups
         ]
+        clipping = getattr(self._engine.optimizer, "clip_grad", None)
         with source as readable, contextlib.redirect_stdout(None):
             self._engine._config.load_universal_checkpoint = anew
             whole = self.settings.tuning == "full"  # else what is frozen is the model's already
@@ -212,6 +216,8 @@ class TrainEngine:
         for group, options in zip(self._engine.optimizer.param_groups, group_options, strict=True):
             # As the settings say; with ZeRO 3 split anew all groups have the first one's [0.19].
             group |= options
+        if clipping is not None:  # with ZeRO 1 and 2 it is that of the checkpoint [0.19]
+            self._engine.optimizer.clip_grad = clipping
         zero.restore_counts(self._engine.basic_optimizer)
         if path is None:
             raise ValueError(
@@ -246,8 +252,12 @@ class TrainEngine:
 
     def close(self) -> None:
         """Give the memory back."""
-        zero.close(self._engine)
-        self._engine = None
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        zero.close(engine)
+        del engine
+        free_memory()
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

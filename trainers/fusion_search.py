@@ -29,7 +29,7 @@ from attention.conversion.relaxation_knobs import rate_of
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import TrainEngine
-from trainers.loop import train_model
+from trainers.loop import LossFunction, train_model
 from trainers.losses import objective
 from trainers.relaxations.base import (
     RELAXATION_TRAINING,
@@ -55,14 +55,15 @@ def search_distances(
     steps: int = _STEPS,
     rate: float = 1e-2,
     seed: int = 0,
+    loss_fn: LossFunction | None = None,
 ) -> dict[str, Tensor]:
     """L_head of Eq. 7 between all heads of each layer with one group of all heads.
 
     "key" and "value" `[L, H, H]`, symmetric, zero on the diagonal; the smaller, the easier to fuse.
 
     Trains all weights of a copy of `model`, lifted, with every head free to mix all heads of its
-    layer. `sequences [N, T]`: training text; `rate`: of the coefficients. With a process group all
-    workers call together.
+    layer. `sequences [N, T]`: training text; `rate`: of the coefficients; `loss_fn`: language
+    modelling by default. With a process group all workers call together.
 
     Raises:
         ValueError: For a model with one head a layer.
@@ -80,7 +81,11 @@ def search_distances(
         )
 
     distances = _distances(
-        _lagrangian(lifted(model), goal, steps, rate=rate), settings, steps, stream
+        _lagrangian(lifted(model), goal, steps, rate=rate),
+        settings,
+        steps,
+        stream,
+        loss_fn or objective(),
     )
     return {
         side: torch.stack([d for d in layers if d is not None])
@@ -96,7 +101,11 @@ def _lagrangian(
 
 
 def _distances(
-    relaxation: Lagrangian, settings: TrainSettings, steps: int, stream: Callable[[], BatchStream]
+    relaxation: Lagrangian,
+    settings: TrainSettings,
+    steps: int,
+    stream: Callable[[], BatchStream],
+    loss_fn: LossFunction,
 ) -> dict[str, list[Tensor | None]]:
     """Return the distances of "key" and "value" in every layer after some steps.
 
@@ -110,7 +119,7 @@ def _distances(
                 engine,
                 stream(),
                 steps=steps,
-                loss_fn=objective(),
+                loss_fn=loss_fn,
                 on_step=lambda step, _: progress.to(step),
             )
         return {name: relaxation.distances(side) for name, side in (("key", "k"), ("value", "v"))}
@@ -120,12 +129,17 @@ def _distances(
 
 
 def next_stage(
-    model: PreTrainedModel, spec: RelaxationSpec, settings: TrainSettings, stream: BatchStream
+    model: PreTrainedModel,
+    spec: RelaxationSpec,
+    settings: TrainSettings,
+    stream: BatchStream,
+    loss_fn: LossFunction,
 ) -> AttentionPlan:
     """Return the plan of a stage before the last.
 
     The stored heads of every final group in pairs of least distance, after `spec.regroup_steps`
-    steps of a copy of `model` on `stream`. With a process group all workers call together.
+    steps of a copy of `model` on `stream` with `loss_fn`. With a process group all workers call
+    together.
     """
     goal = AttentionPlan.from_json(spec.plans[-1])
     if not is_coarser(plan_of(model), goal):
@@ -135,7 +149,7 @@ def next_stage(
     # Of the fusion that these steps come before.
     rate = rate_of("lagrangian", knobs["rate"], spec.steps)
     relaxation = _lagrangian(model, goal, steps, rate=rate, per_dimension=knobs["per_dimension"])
-    distances = _distances(relaxation, settings, steps, lambda: stream)
+    distances = _distances(relaxation, settings, steps, lambda: stream, loss_fn)
     return paired_plan(plan_of(model), goal, distances["key"], distances["value"])
 
 

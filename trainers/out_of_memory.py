@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
+
+from attention.base.memory import release_memory
 
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -18,7 +18,10 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def free_memory() -> None:
-    """Free the memory of a failed attempt. Its exception must be gone: it refers to the tensors."""
-    gc.collect()
+    """Free what is in reference cycles, such as closed engines of DeepSpeed.
+
+    The exception of a failed attempt must be gone: it refers to the tensors.
+    """
+    release_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

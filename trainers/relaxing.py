@@ -164,7 +164,7 @@ class _Stage(WorkerShare):
             )
             metrics = relaxation.metrics()
             remaining = relaxation.remaining()
-            if self.history and self.history[-1]["step"] < steps:
+            if not self.history or self.history[-1]["step"] < steps:
                 self.history.append({"step": steps, "train_loss": self.last_loss, **metrics})
             self.store.settle()
             weights = engine.weights()
@@ -214,7 +214,11 @@ class _Stage(WorkerShare):
         if not file.exists():
             dist.barrier()  # until all have looked
             plan = next_stage(
-                self.load(self.model_dir), self.spec, self.settings, copy.deepcopy(self.stream)
+                self.load(self.model_dir),
+                self.spec,
+                self.settings,
+                copy.deepcopy(self.stream),
+                objective(positions=self.positions, answers=self.answers),
             )
             if self.rank == 0:
                 write_whole(file, json.dumps(plan.to_dict(), sort_keys=True))
@@ -235,7 +239,9 @@ class _Stage(WorkerShare):
         due = self.timer.due()
         if self.job.checkpoint_minutes is None:
             due = due or step % self.spec.save_every == 0
-        if due and step < self.spec.steps:
+        # A stage that resumed from its last step would not know that it had ended
+        ended = relaxation.stop_early and relaxation.finished()
+        if due and step < self.spec.steps and not ended:
             self.lap()
             state = {
                 "stream": self.stream.state_dict(),

@@ -42,13 +42,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from attention.base.memory import release_memory
 from attention.base.messages import reason
 from attention.io import checkpoint, piecewise
 from attention.io.layers.windows import LazyWeights
 from attention.io.precision import DTYPES
 from attention.modeling.predictions import agree_on_chunk_memory, chunk_memory
 from trainers.deepspeed_config import config_of
+from trainers.out_of_memory import free_memory
 from trainers.settings import TrainSettings
 
 # DeepSpeed calls two collectives by deprecated names of torch, once per parameter with ZeRO 3
@@ -246,20 +246,27 @@ class SplitModel:
 
     def close(self) -> None:
         """Release the engine."""
-        close(self._engine)
-        self._engine = None
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        close(engine)
+        del engine
+        free_memory()
 
 
 def close(engine: Any) -> None:
-    """Give the memory back.
+    """Let go of an engine; `free_memory` gives its memory back once the caller has none of it.
 
-    DeepSpeed's engine sits in reference cycles, and with ZeRO 3 elsewhere too.
+    Its model may live on: what leads from there to the engine and its optimiser is removed [0.19].
     """
-    _forget(engine.module)
+    model = engine.module
+    _forget(model)
     engine.destroy()
-    release_memory()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    for parameter in model.parameters():
+        for name in ("_zero_optimizer", "_z3_optimizer", "_hp_mapping"):
+            vars(parameter).pop(name, None)
 
 
 def _forget(model: nn.Module) -> None:

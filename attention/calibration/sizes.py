@@ -22,6 +22,11 @@ one a query head in float32; the same in bfloat16; in float32 one for the query 
 head, their mean; one for all of a layer."""
 
 
+def stored_tokens(length: int) -> int:
+    """Return the bound of tokens whose inputs are stored: one sequence of `length` at least."""
+    return max(SAMPLE_TOKENS, length)
+
+
 def matrices(geometry: HeadGeometry, mixed: Mixed) -> int:
     """Return the number of mixed moments of a layer.
 

@@ -32,6 +32,10 @@ def _q_norm(module: Any, queries: Tensor) -> Tensor:
     return module.q_norm(queries)
 
 
+def _no_modules(_: PreTrainedModel) -> Sequence[nn.Module]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Family:
     """How one architecture keeps its heads.
@@ -39,7 +43,8 @@ class Family:
     Its logits must be what `get_output_embeddings()` returns, scaled or capped at most as
     `attention.modeling.predictions` knows.
 
-    `attention_modules(model)`: the attention module of each layer, in order. `read(module,
+    `attention_modules(model)`: the attention module of each layer, in order.
+    `other_attention_modules(model)`: those of `HeadGeometry.other_layers`. `read(module,
     geometry)`: its heads as stored (num_kv_heads keys and values), same dtype, no copy promised.
     `reshape(module, geometry, plan)`: put projections of the plan's shapes (uninitialised) into a
     fresh stock module; where the stock forward cannot take unequal counts, change its class to one
@@ -69,6 +74,7 @@ class Family:
     query_norm: Callable[[Any, Tensor], Tensor] = _q_norm
     separate: Callable[[nn.Module, HeadGeometry, LayerPlan], None] | None = None
     key_norm: Callable[[Any, HeadGeometry, LayerPlan], None] | None = None
+    other_attention_modules: Callable[[PreTrainedModel], Sequence[nn.Module]] = _no_modules
     pads_queries: bool = True
     reads_layer_config: bool = False
 

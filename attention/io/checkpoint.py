@@ -249,10 +249,24 @@ def original_heads(folder: str | Path, head_dim: int) -> float | None:
         The heads, a fraction where wider ones do not fill the original's bytes; None where they
             were not recorded.
     """
+    shape = original_shape(folder, head_dim)
+    return None if shape is None else shape[0] * shape[1] / head_dim
+
+
+def original_shape(folder: str | Path, head_dim: int) -> tuple[int, int] | None:
+    """Return key plus value heads, and their head dim, of the model before its conversion.
+
+    Args:
+        folder: Of the checkpoint.
+        head_dim: The checkpoint's: notes from before there were wide heads have none, and it was
+            that of the checkpoint.
+
+    Returns:
+        None where they were not recorded.
+    """
     original = note_of(folder).get(ORIGINAL, {})
     heads = original.get("key_and_value_heads")
-    # Notes from before there were wide heads have no head dim: it was that of the checkpoint
-    return None if heads is None else heads * original.get("head_dim", head_dim) / head_dim
+    return None if heads is None else (heads, original.get("head_dim", head_dim))
 
 
 def carried(folder: str | Path) -> dict[str, Any]:

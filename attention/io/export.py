@@ -6,6 +6,7 @@ The formats are in `attention.io.targets`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -185,6 +186,12 @@ def _write(
     difference = largest_difference(reference, probe(back))
     largest = reference.abs().max().item()
     report = replace(report, model_type=kind, max_logit_difference=difference, max_logit=largest)
+    if not math.isfinite(difference):
+        raise ValueError(
+            f"the exported logits must be finite numbers, and some are not; the source's weights "
+            f"have no finite numbers there, or some too large for {report.dtype}: choose another "
+            "dtype; nothing was written"
+        )
     if report.exact and difference > tolerance(DTYPES[report.dtype], folded) * max(largest, 1.0):
         raise ValueError(
             f"the exported logits differ from the source by {difference:.3g}; nothing was written"
@@ -249,7 +256,8 @@ def check_equal(one: PreTrainedModel, other: PreTrainedModel) -> None:
     """Raise ValueError unless two float32 models agree up to rounding."""
     reference = probe(one)
     difference = largest_difference(reference, probe(other))
-    if difference > tolerance(torch.float32) * max(reference.abs().max().item(), 1.0):
+    limit = tolerance(torch.float32) * max(reference.abs().max().item(), 1.0)
+    if not difference <= limit:  # also of NaN
         raise ValueError(
             f"the lowered model's logits differ from the source by {difference:.3g}; nothing was "
             f"written"

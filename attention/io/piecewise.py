@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 from attention.base.messages import reason
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
+from attention.io.experts import published
 from attention.io.layers.windows import LazyWeights
 from attention.io.safetensors_files import SINGLE
 from attention.io.shards import shard_name, write_index
@@ -85,7 +86,8 @@ def save_as(
     """Write the model of the checkpoint folder `source` with other weights, atomically.
 
     `tensors` gives each of its parameters and persistent buffers once, by name, when it is used; at
-    most `shard` bytes of them, or one, are in memory at a time.
+    most `shard` bytes of them, or one, are in memory at a time. Files have the names of published
+    checkpoints: a matrix for each expert.
 
     Returns:
         Its folder.
@@ -97,10 +99,16 @@ def save_as(
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys)
-    expected = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    stored = {name: t for name, t in model.state_dict().items() if name not in tied}
+    expected = {name: tuple(t.shape) for name, t in published(model, stored).items()}
+
+    def as_published() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name not in tied:
+                yield from published(model, {name: tensor}).items()
 
     def write(fresh: Path) -> None:
-        written, dtype = write_shards(((n, t) for n, t in tensors if n not in tied), fresh, shard)
+        written, dtype = write_shards(as_published(), fresh, shard)
         if written != expected:
             raise ValueError(
                 f"expected the tensors of {source}; others are "

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
@@ -68,6 +68,21 @@ def _longer(tensor: Tensor, tokens: int) -> Tensor:
     result = tensor.new_empty((batch, heads, tokens, width))
     result[:, :, :length] = tensor
     return result
+
+
+def cache_keyword(module: nn.Module) -> str | None:
+    """Return the keyword by which an attention module takes a cache, or None.
+
+    A module of a converted model that takes it among its keywords (`take_cache`) has the name that
+    the class which it refines has.
+    """
+    for kind in type(module).__mro__:
+        if "forward" in vars(kind):
+            parameters = inspect.signature(kind.forward).parameters
+            for name in CACHE_NAMES:
+                if name in parameters:
+                    return name
+    return None
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:

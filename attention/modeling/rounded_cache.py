@@ -10,7 +10,6 @@ Legend: d width of a head, n numbers of a block.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.cache_formats import CacheFormat, CacheFormatError, CachePair
 from attention.families import family_of
-from attention.modeling.growing_cache import CACHE_NAMES
+from attention.modeling.growing_cache import cache_keyword
 
 ROTATED_MULTIPLE = 64
 """llama.cpp transforms heads whose width is a multiple of this, and values in parts of it."""
@@ -218,8 +217,8 @@ def rounded_cache(
     Args:
         model: The model.
         pair: The formats of keys and values.
-        scales: For fp8, one entry per layer; 1 by default, as vLLM uses where a checkpoint has
-            none.
+        scales: For fp8, one entry per converted layer; 1 by default and in other layers, as vLLM
+            uses where a checkpoint has none.
         key_order: The dims of queries and keys in the order in which the engine has them; None for
             the same.
 
@@ -230,11 +229,12 @@ def rounded_cache(
         yield
         return
     handles: list[Any] = []
-    modules: list[nn.Module] = list(family_of(model.config).attention_modules(model))
+    family = family_of(model.config)
+    modules = [*family.attention_modules(model), *family.other_attention_modules(model)]
+    scales = [*(scales or ()), *[Scales()] * len(modules)]
     before = str(model.config._attn_implementation)
     try:
-        for index, module in enumerate(modules):
-            scale = Scales() if scales is None else scales[index]
+        for module, scale in zip(modules, scales, strict=False):
             hook = _hook(module, pair, scale, key_order)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         if pair.queries is not None:
@@ -249,8 +249,7 @@ def rounded_cache(
 def _hook(
     module: nn.Module, pair: CachePair, scales: Scales, order: Sequence[int] | None
 ) -> Callable[..., Any]:
-    parameters = inspect.signature(module.forward).parameters
-    name = next((name for name in CACHE_NAMES if name in parameters), None)
+    name = cache_keyword(module)
     if name is None:
         raise CacheFormatError(
             f"{type(module).__name__} takes no cache, so its keys and values cannot be rounded"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,7 +60,8 @@ def child(arguments: argparse.Namespace, name: str, seconds: float) -> dict[str,
         command = [sys.executable, "-m", "benchmarks.gpu.child", name, arguments.device, str(file), arguments.engine]
         answer: dict[str, Any] = {"rows": []}
         with (
-            subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process,
+            # In a separate session, so that the commands which a part runs end with it
+            subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process,
             log.open("w") as log_file,
         ):
             late = False
@@ -76,9 +79,9 @@ def child(arguments: argparse.Namespace, name: str, seconds: float) -> dict[str,
                 process.wait(max(1.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 late = True
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             except BaseException:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 raise
             thread.join(10)
         if file.exists():

@@ -58,7 +58,7 @@ runs a part again. The last part needs vLLM, in its own environment (`make engin
 `HEADFOLD_VLLM_PYTHON=engines/vllm/bin/python make gpu`); without it the part is skipped. The records of another card
 need another file: `make gpu RECORDS=FILE`. `make gpu DEVICE=cpu` runs all parts in their smallest sizes, as a test.
 
-To check a cluster, use [`headfold doctor`](cluster.md#will-this-cluster-do), which takes minutes.
+To check a cluster, use [`headfold doctor`](cluster.md#check-the-cluster), which takes minutes.
 """
 NOTHING = """**Nothing has been measured on a GPU yet.** No number in this documentation comes from one: the decode
 kernel was run in Triton's interpreter and compiled for A100 and H100, device placement is tested on an emulated device,

@@ -181,7 +181,7 @@ def conversion(shape: str, device: Device) -> Iterator[Number]:
 
 
 def step(device: Device) -> Iterator[Number]:
-    """A training step at the width of Llama-3-8B, 4 layers, with KL from a teacher: seconds and MFU of its parts."""
+    """A training step at the width of Llama-3-8B, 4 layers, with KL from a teacher: seconds and HFU of its parts."""
     config = _llama_3(device, 4)
     length = device.pick(16, 4096)
     plan = _halved(config)
@@ -199,7 +199,7 @@ def step(device: Device) -> Iterator[Number]:
         note = ""
         if operations is not None:
             note = f"{operations / seconds / 1e12:.3g} TFLOP/s"
-            note += f", MFU {operations / seconds / peak:.1%}" if peak else ""
+            note += f", HFU {operations / seconds / peak:.1%}" if peak else ""
         return Number(name, 1e3 * seconds, "ms", note)
 
     device.forget_peak()
@@ -386,7 +386,8 @@ def search(device: Device) -> Iterator[Number]:
         if code:
             raise RuntimeError(f"the search exited with {code}")
         outcome = json.loads(file.read_text(encoding="utf-8"))
-    yield Number("the whole search", seconds, "s", f"{len(outcome['trials'])} trials, two promotions")
+    note = f"{len(outcome['trials'])} trials, {len(outcome['promoted'])} promotions"
+    yield Number("the whole search", seconds, "s", note)
     for trial in outcome["trials"]:
         parts = ", ".join(f"{name} {spent:.1f}" for name, spent in trial["seconds"].items() if spent >= 0.05)
         for rung in trial["rungs"]:

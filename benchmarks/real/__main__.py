@@ -30,9 +30,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make real", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "real", help="where all is put; 6 GB, in the search 25 GB"
-    )
+    parser.add_argument("--folder", type=Path, help="where all is put; 6 GB, in the search 25 GB (default: runs/real)")
     parser.add_argument("--records", type=Path, help="records to add to (default: those of the page)")
     parser.add_argument("--all", action="store_true", help="all parts, also those that compare for hours")
     parser.add_argument("--only", action="append", choices=names, help="a part to run; repeatable")
@@ -107,7 +105,7 @@ def main(words: list[str] | None = None) -> int:
         for file in write_page(Records.read(RECORDS)):
             print(f"real: {file.relative_to(ROOT)}")
         return 0
-    folder = arguments.folder.absolute()
+    folder = (arguments.folder or ROOT / "runs" / ("real-quick" if arguments.quick else "real")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     card = {"device": f"{os.cpu_count()} CPU cores", "software": versions()}
     work = Workspace(folder, arguments.quick, source(arguments.text), source(arguments.calibration_text))

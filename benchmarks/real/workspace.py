@@ -92,13 +92,16 @@ class Workspace:
     def run(self, name: str, *arguments: str) -> dict[str, Any]:
         """Run `headfold ARGUMENTS --json NAME.json`, unless it has finished before, and return the JSON.
 
-        In addition it has the wall-clock time as `wall_seconds`, and the part, date and commit of the run.
+        In addition it has the arguments, the wall-clock time as `wall_seconds`, and the part, date and commit of the
+        run. A command that finished with other arguments is run again.
 
         Raises:
             CommandError: If the command fails.
         """
         record = self.folder / f"{name}.json"
-        if not record.is_file():
+        finished = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+        request = [argument for argument in arguments if argument != "--resume"]
+        if finished.get("arguments") != request:
             unfinished = self.folder / f"{name}.unfinished.json"
             words = [*arguments, "--json", unfinished.name]
             print(f"$ {shlex.join(['headfold', *words])}", file=sys.stderr, flush=True)
@@ -109,9 +112,10 @@ class Workspace:
                 raise CommandError(f"`headfold {shlex.join(arguments)}` exited with code {done.returncode}")
             result = json.loads(unfinished.read_text(encoding="utf-8"))
             run = {"wall_seconds": seconds, "part": self.part, "date": str(date.today()), "commit": commit()}
-            write_whole(record, json.dumps(result | run, indent=1).encode())
+            finished = result | run | {"arguments": request}
+            write_whole(record, json.dumps(finished, indent=1).encode())
             unfinished.unlink()
-        return json.loads(record.read_text(encoding="utf-8"))
+        return finished
 
     def commands(self) -> list[dict[str, Any]]:
         """Return the JSON of the commands that this part was the first to run, the latest last."""

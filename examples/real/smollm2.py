@@ -2,7 +2,7 @@
 
     python examples/real/smollm2.py [--quick] [--folder FOLDER]
 
-The model is downloaded (93 MB, Apache-2.0). These are the first two parts of `make real`, which measures more of it;
+The model is downloaded (94 MiB, Apache-2.0). These are the first two parts of `make real`, which measures more of it;
 the options are those of `python -m benchmarks.real`, and the numbers are in docs/real.md.
 """
 

@@ -141,8 +141,8 @@ def run_verb(task: Task[Any, Any], json: Path | None) -> None:
         return
     task.announce()
     record = task.run()
-    task.show(record)
     if json is not None:
         write_result(json, record)
+    task.show(record)
     if code := task.exit_code(record):
         raise typer.Exit(code)

@@ -41,6 +41,7 @@ def tokenise_on_cluster(model: str) -> Tokenise:
         model: Source of the tokenizer: a folder that every node sees, or a hub name.
     """
     import ray
+    from ray.exceptions import RayTaskError
 
     from orchestrator.cluster.capacity import live_nodes, slots
 
@@ -52,19 +53,22 @@ def tokenise_on_cluster(model: str) -> Tokenise:
         in_use = ray.cluster_resources().get("CPU", 0) - ray.available_resources().get("CPU", 0)
         blocks: deque[Any] = deque()  # in order, running or done
         running: list[Any] = []
-        for block in texts:
-            cpus = slots(live_nodes(), {"CPU": 1}) - math.ceil(in_use)
-            if cpus < 1 and not blocks:
-                yield tokenise(block, tokenizer)
-                continue
-            while len(running) >= max(1, cpus):
-                _, running = ray.wait(running, num_returns=1)
-            while len(blocks) >= _BLOCKS_PER_CPU * max(1, cpus):
+        try:
+            for block in texts:
+                cpus = slots(live_nodes(), {"CPU": 1}) - math.ceil(in_use)
+                if cpus < 1 and not blocks:
+                    yield tokenise(block, tokenizer)
+                    continue
+                while len(running) >= max(1, cpus):
+                    _, running = ray.wait(running, num_returns=1)
+                while len(blocks) >= _BLOCKS_PER_CPU * max(1, cpus):
+                    yield ray.get(blocks.popleft())
+                blocks.append(task.remote(block, model))
+                running.append(blocks[-1])
+            while blocks:
                 yield ray.get(blocks.popleft())
-            blocks.append(task.remote(block, model))
-            running.append(blocks[-1])
-        while blocks:
-            yield ray.get(blocks.popleft())
+        except RayTaskError as error:
+            raise error.cause from None  # without Ray's trace around what a user can mend
 
     return on_cluster
 

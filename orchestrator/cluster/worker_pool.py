@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.train import PreemptionError
 
 from orchestrator.cluster.capacity import (
@@ -396,14 +397,15 @@ class Pool:
             for group in self._idle():
                 if now - group.idle_since > self.idle_seconds:
                     self._end(group)
-            self._make_room()
-            alive = self._alive()
-            stuck = alive and all(
-                not group.ready and now - group.started > self.stuck_seconds for group in alive
-            )
-            # Not one more each second
-            if self.waiting and stuck and not any(group.reduced for group in alive):
-                self._start_reduced(self.waiting[0].shape)
+            with contextlib.suppress(RayError):  # the head is busy or away
+                self._make_room()
+                alive = self._alive()
+                stuck = alive and all(
+                    not group.ready and now - group.started > self.stuck_seconds for group in alive
+                )
+                # Not one more each second
+                if self.waiting and stuck and not any(group.reduced for group in alive):
+                    self._start_reduced(self.waiting[0].shape)
 
     def _make_room(self) -> None:
         """End an idle group if others wait for GPUs, such as the planning of a trial."""

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from attention.geometry import HeadGeometry
 from attention.io.targets.vllm import LLAMA_LIKE
 from orchestrator.config.parsing import ConfigError
@@ -95,7 +97,7 @@ class FirstConfig:
 # {g.num_heads} query heads and {g.num_kv_heads} KV heads of {g.head_dim} in each.
 #   headfold search FILE --dry-run    checks everything, and says what it will take
 # Every key is explained in docs/reference/config.md. Where a key is left out its default holds.
-name: {self.name}
+name: {self.quoted(self.name)}
 
 model:
   path: {self.quoted(self.model)}
@@ -318,6 +320,6 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         """Return any text as a YAML string."""
         return (
             text
-            if re.fullmatch(r"[\w./-]+", text) and not text.startswith("-")
+            if re.fullmatch(r"[\w./-]+", text) and yaml.safe_load(text) == text
             else "'" + text.replace("'", "''") + "'"
         )

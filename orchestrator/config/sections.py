@@ -45,7 +45,7 @@ def _ratio(value: float) -> float:
 
 def _share(value: Any) -> Any:
     """`50%` is 0.5."""
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9.]+)\s*%\s*", value)):
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", value)):
         return float(Decimal(match[1]) / 100)
     return value
 

@@ -26,7 +26,7 @@ from attention.cache_formats import (
 )
 from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
-from attention.ratios import percent
+from attention.ratios import byte_share, percent
 from orchestrator.config.options import AUTO_FORMAT, ConvertOptions
 from orchestrator.config.parsing import ConfigError, read_cache_format
 from orchestrator.conversion.memory_store import MemoryStore
@@ -212,7 +212,8 @@ class EngineBudget:
         pair = None if automatic else read_cache_format(str(options.cache_format))
         if options.kv_bytes is None:
             return None
-        shares = requested_ratios(checkpoint, None, None, options.kv_bytes, dtype="float16")
+        ratios = requested_ratios(checkpoint, None, None, options.kv_bytes, dtype="float16")
+        shares = [byte_share(ratio, checkpoint.geometry) for ratio in ratios]
         if automatic and len(shares) > 1:
             raise ConfigError(
                 "kv_bytes: one size at a time is divided between bits and heads; give one, or name "

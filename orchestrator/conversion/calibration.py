@@ -34,11 +34,11 @@ from attention.calibration.moments import STATISTICS, LayerStatistics, merged
 from attention.calibration.sizes import (
     FREE_SHARE,
     MIXED,
-    SAMPLE_TOKENS,
     Mixed,
     layer_bytes,
     mixed_dtype,
     most_exact,
+    stored_tokens,
 )
 from attention.calibration.store import (
     Calibration,
@@ -197,12 +197,13 @@ def checkpoint_calibration(
     opened = Checkpoint.open(model)
     config = opened.config
     geometry = opened.geometry
-    check_sequences(sequences, geometry, SAMPLE_TOKENS)
+    sample_tokens = stored_tokens(sequences.shape[-1])
+    check_sequences(sequences, geometry, sample_tokens)
     weights = weights or checkpoint.weights_digest(opened.folder, cache_dir)
     working = DTYPES[checkpoints.working_dtype(dtype, device)]
 
     def folder(mixed: Mixed) -> tuple[Path, str]:
-        digest = calibration_digest(config, weights, sequences, SAMPLE_TOKENS, working, mixed)
+        digest = calibration_digest(config, weights, sequences, sample_tokens, working, mixed)
         return folder_of(cache_dir, digest), digest
 
     # What was chosen when more was free, or less, is as good
@@ -212,7 +213,7 @@ def checkpoint_calibration(
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     mixed = mixed or choose_mixed(geometry, sequences.numel(), shutil.disk_usage(cache_dir).free)
     task = CalibrationPass(opened, dtype, device, mixed)
-    sampled = min(SAMPLE_TOKENS // sequences.shape[1], len(sequences))
+    sampled = min(sample_tokens // sequences.shape[1], len(sequences))
     path, digest = folder(mixed)
     same = (sequences.numel(), digest, weights, mixed)
     with stage("calibrating", geometry.num_layers, "layers") as progress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from attention.io import checkpoint
 from attention.io.files import written_whole
 from orchestrator import checkpoints
 from search_spaces.recipes.recipe import Recipe
+from trainers.loop import LossFunction
 from trainers.settings import TrainSettings
 from trainers.text.token_sets import TokenSequences, read_sequences
 
@@ -32,7 +33,12 @@ Distances = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class SearchPhase:
-    """One search phase in plain values; its paths are visible to every node."""
+    """One search phase in plain values; its paths are visible to every node.
+
+    Attributes:
+        settings: Of the training, as far as they determine the distances.
+        memory: Settings that only determine how much memory it takes.
+    """
 
     model: str
     train_file: str
@@ -40,18 +46,40 @@ class SearchPhase:
     steps: int
     rate: float
     seed: int
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, recipe: Recipe, model: str, train_file: str, settings: TrainSettings, seed: int
+        cls,
+        recipe: Recipe,
+        model: str,
+        train_file: str,
+        settings: TrainSettings,
+        seed: int,
+        resolved: TrainSettings | None = None,
     ) -> SearchPhase | None:
-        """Return the phase that a recipe needs; None if it needs none."""
+        """Return the phase that a recipe needs; None if it needs none.
+
+        Args:
+            recipe: The recipe.
+            model: Folder of the original model.
+            train_file: Token set of the training text.
+            settings: Of the training.
+            seed: Of the candidate.
+            resolved: The settings with what `activation_checkpointing: auto` comes to.
+        """
         if NEED not in recipe.needs:
             return None
         knobs = recipe.knobs("objective")
         # One process: the phase is short, and the start of several workers costs more than it saves
         single = settings.identity() | {"num_workers": 1, "distillation": "none"}
-        return cls(model, train_file, single, int(knobs["steps"]), float(knobs["rate"]), seed)
+        # What one of a trial's workers holds at once
+        memory = {
+            "micro_batch_size": settings.device_batch_size,
+            "activation_checkpointing": (resolved or settings).activation_checkpointing,
+        }
+        steps, rate = int(knobs["steps"]), float(knobs["rate"])
+        return cls(model, train_file, single, steps, rate, seed, memory)
 
     def file(self, cache: str | Path) -> Path:
         """Return the path of the distances, whether they are there or not."""
@@ -70,6 +98,7 @@ def measure(
     steps: int,
     rate: float,
     seed: int,
+    loss_fn: LossFunction | None = None,
 ) -> Distances:
     """Run the search phase on `model` in this process.
 
@@ -80,10 +109,13 @@ def measure(
         steps: Its length.
         rate: Learning rate of the distances.
         seed: Of the training.
+        loss_fn: Language modelling by default.
     """
     from trainers.fusion_search import search_distances
 
-    by_side = search_distances(model, sequences, settings, steps=steps, rate=rate, seed=seed)
+    by_side = search_distances(
+        model, sequences, settings, steps=steps, rate=rate, seed=seed, loss_fn=loss_fn
+    )
     return {side: distances.float().numpy() for side, distances in by_side.items()}
 
 
@@ -110,11 +142,17 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, options: Mapping[s
 
 def _measure_to(phase: SearchPhase, file: str) -> None:
     """Run one search phase and write its distances. A Ray task."""
-    settings = TrainSettings.model_validate(phase.settings)
+    from trainers.jobs.share import answers_of, positions_of
+    from trainers.losses import objective
+
+    settings = TrainSettings.model_validate({**phase.settings, **phase.memory})
     torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     model = checkpoints.load_model(phase.model, settings.dtype)
     sequences = read_sequences(phase.train_file)
-    distances = measure(model, sequences, settings, phase.steps, phase.rate, phase.seed)
+    loss_fn = objective(
+        positions=positions_of(settings, phase.model), answers=answers_of(settings, phase.model)
+    )
+    distances = measure(model, sequences, settings, phase.steps, phase.rate, phase.seed, loss_fn)
     write(distances, file)
 
 

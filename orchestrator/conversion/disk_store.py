@@ -32,7 +32,7 @@ from transformers.initialization import no_init_weights
 from attention.base.memory import freeze_garbage, release_memory
 from attention.base.timing import clock
 from attention.calibration.calibrate import calibrate
-from attention.calibration.sizes import SAMPLE_TOKENS
+from attention.calibration.sizes import stored_tokens
 from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.io import checkpoint
@@ -315,7 +315,7 @@ class DiskStore(LayerStore[LayerFolder]):
         calibration = None
         if "statistics" in recipe.needs:
             with source.phase("calibrate", layer, "calibrating"):
-                sampled = SAMPLE_TOKENS if "inputs" in recipe.needs else 0
+                sampled = stored_tokens(rows.shape[1]) if "inputs" in recipe.needs else 0
                 calibration = calibrate(
                     window, rows, sample_tokens=sampled, batch_size=source.batch_size
                 )

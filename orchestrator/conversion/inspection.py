@@ -22,7 +22,7 @@ from attention.engine_cache import engine_cache
 from attention.io.precision import round_weights
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
-from attention.ratios import own_heads, ratio_of
+from attention.ratios import byte_share, own_heads, ratio_of
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.execution import convert_and_refine
@@ -49,6 +49,8 @@ class BudgetRecord(TypedDict):
     """The plan that a knapsack on the loss increases makes of one KV ratio."""
 
     kv_ratio_asked: float
+    byte_share: float
+    """The requested share of the bytes of the whole cache, unconverted layers included."""
     kv_ratio: float
     kv_bytes_per_token: int
     ceiling: str
@@ -316,6 +318,7 @@ def _budget(
     )
     return {
         "kv_ratio_asked": requested,
+        "byte_share": byte_share(requested, request.geometry),
         "kv_ratio": used,
         "kv_bytes_per_token": plan.kv_bytes_per_token(request.dtype),
         "ceiling": request.ceiling_note(requested, used),
@@ -342,16 +345,16 @@ def _recipes(
     """
     entries: list[RecipeEntry] = []
     jobs = [(name, ratio) for name in recipes for ratio in plans]
-    with stage("converting by each recipe", len(jobs), "conversions") as progress:
-        for name, requested in jobs:
-            started = time.perf_counter()
-            entry: Any = {"recipe": name, "kv_ratio_asked": requested}
+    for number, (name, requested) in enumerate(jobs, 1):
+        started = time.perf_counter()
+        entry: Any = {"recipe": name, "kv_ratio_asked": requested}
+        # Not a stage that counts: those of the conversion do, which take very different times
+        with stage(f"converting by {name} ({number} of {len(jobs)})"):
             try:
                 entry |= _measured_recipe(name, recipes[name], requested, plans, store, fit_steps)
             except ValueError as error:  # one recipe that does not fit must not cost the others
                 entry["why_not"] = str(error)
-            entries.append(entry | {"seconds": time.perf_counter() - started})
-            progress.step()
+        entries.append(entry | {"seconds": time.perf_counter() - started})
     return entries
 
 

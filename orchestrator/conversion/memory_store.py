@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from attention.base.memory import freeze_garbage
 from attention.cache_formats import CachePair, FormatRecord, format_record
 from attention.calibration.calibrate import calibrate
-from attention.calibration.sizes import SAMPLE_TOKENS
+from attention.calibration.sizes import stored_tokens
 from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original
 from attention.engine_cache import engine_cache, with_engine_heads
@@ -71,7 +71,8 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         calibration = None
         if always_calibrate or "statistics" in needs:
             with request.phases("calibrate"):
-                sampled = SAMPLE_TOKENS if always_calibrate or "inputs" in needs else 0
+                with_inputs = always_calibrate or "inputs" in needs
+                sampled = stored_tokens(sequences.shape[1]) if with_inputs else 0
                 calibration = _calibration(request, self.original, sequences, sampled)
         with request.phases("evaluate"):
             self.teacher = CachedTeacher(self.original)

@@ -496,7 +496,7 @@ def _hub_names(config: SearchConfig | None) -> tuple[list[str], list[str]]:
     named = (config.model.path, config.model.teacher)
     models = [model for model in named if model is not None and not _is_local(model)]
     data = config.data
-    sections = (data.train, data.eval, data.calibration, config.promotion.data)
+    sections = (data.train, data.eval, data.calibration, data.test, config.promotion.data)
     sources = {data.source, *(section.source for section in sections if section is not None)}
     datasets = []
     for source in sorted(filter(None, sources)):

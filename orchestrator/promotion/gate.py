@@ -209,8 +209,7 @@ class _Gate:
         """Measure on the gate's own text, one model at a time in memory.
 
         Returns:
-            How far the baseline is above the candidate; None where there is no text, or no weights
-            of the baseline exist any more.
+            How far the baseline is above the candidate; None where there is no text or no baseline.
         """
         baseline = self.entry.baseline.folder if self.entry.baseline else None
         text = self.context.test_file
@@ -281,7 +280,7 @@ class _Gate:
             return
         if entry.baseline is None or entry.baseline.loss is None:
             self.reasons.append(
-                f"there is no baseline {baseline} at this KV ratio to compare_arms with"
+                f"there is no baseline {baseline} at this KV ratio to compare it with"
             )
             return
         if loss is None or not math.isfinite(loss):

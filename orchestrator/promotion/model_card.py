@@ -32,7 +32,7 @@ def write_promoted_card(
         losses=_losses(entry, trained, gate, config.search.baseline),
         loss_notes=_loss_notes(gate),
         tasks=gate.scores.get("tasks", {}),
-        trained={"steps": steps, "tokens": _tokens(steps, config), "data": text},
+        trained={"steps": steps, "tokens": trained.tokens or _tokens(steps, config), "data": text},
         datasets=datasets,
         **base,
     )
@@ -94,7 +94,10 @@ def _loss_notes(gate: GateRecord) -> list[str]:
 
 
 def _tokens(steps: int, config: SearchConfig) -> int:
-    """Return the tokens of so many steps: a trial's up to the last rung, then the promotion's."""
+    """Return about how many tokens so many steps take, for a relaxed model: it has no report.
+
+    A trial's up to the last rung, then the promotion's.
+    """
     of_trial = min(steps, config.rungs.steps[-1])
     sequences = of_trial * config.train.batch_size
     sequences += (steps - of_trial) * config.promotion_train.batch_size

@@ -28,7 +28,9 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.engine_caches import measure_engine_caches
 from orchestrator.promotion.state import (
     BASELINE,
+    PENDING,
     PROMOTED,
+    TRAINED,
     PromoteOutcome,
     PromotionEntry,
     PromotionState,
@@ -132,9 +134,10 @@ def rehearse_promotion(
     config = open_models(config, weights=False)
     prepared = rehearse_search(config)
     state = PromotionState.load(folder.promotion)
-    ratios = {trial.kv_ratio for trial in chosen}
-    trainings = sum(trial.trial_id not in state.candidates for trial in chosen)
-    trainings += sum(f"{ratio:g}" not in state.baselines for ratio in ratios)
+    total = config.rungs.steps[-1] + config.promotion.steps
+    _add_entries(state, load_trials(folder.root), chosen, config, total)
+    entries = (*state.candidates.values(), *state.baselines.values())
+    trainings = len({entry.trial_id for entry in entries if entry.status == PENDING})
     settings = config.promotion_train
     length = config.data.sequence_length
     steps = config.promotion.steps
@@ -300,14 +303,10 @@ def promote_trials(
     """
     config, folder = session.config, session.folder
     trials = load_trials(folder.root)
-    if chosen is None:
-        chosen = select(trials, config.promotion.select, config.promotion.top)
     state = PromotionState.load(folder.promotion)
     steps = PromotionSteps(session, state, {trial.trial_id: trial for trial in trials})
     total = session.context.rungs[-1] + config.promotion.steps
-    for trial in chosen:
-        state.add(state.candidates, trial.trial_id, PromotionEntry.of(trial, total))
-    _add_baselines(state, trials, config, total)
+    _add_entries(state, trials, chosen, config, total)
     steps.save()
     session.control.fetch({*state.candidates, *(e.trial_id for e in state.baselines.values())})
     steps.catch_up()
@@ -319,18 +318,40 @@ def promote_trials(
     return state.to_record()
 
 
-def _add_baselines(
-    state: PromotionState, trials: Sequence[TrialRecord], config: SearchConfig, total: int
+def _add_entries(
+    state: PromotionState,
+    trials: Sequence[TrialRecord],
+    chosen: Sequence[TrialRecord] | None,
+    config: SearchConfig,
+    total: int,
 ) -> None:
-    """Add the best baseline trial of each KV ratio that has a candidate.
+    """Add candidates, and the best baseline trial of each KV ratio that has one of as many steps.
 
-    It is the one at its best learning rate of the same grid.
+    That baseline is the one at its best learning rate of the same grid.
+
+    Args:
+        state: Of the promotion.
+        trials: Of the search.
+        chosen: The trials to promote; None for those that the configuration selects, of which
+            longer promotions stay.
+        config: Of the search, with the settings of the promotion.
+        total: Steps of each, the trial's included.
     """
+    selected = chosen is None
+    if chosen is None:
+        chosen = select(trials, config.promotion.select, config.promotion.top)
+    for trial in chosen:
+        entry = PromotionEntry.of(trial, total)
+        state.add(state.candidates, trial.trial_id, entry, keep_longer=selected)
     baselines = best_of_recipe(trials, config.search.baseline)
-    for kv_ratio in {entry.kv_ratio for entry in state.candidates.values()}:
+    alike = [entry for entry in state.candidates.values() if entry.steps == total]
+    # Those have yet to pass the gate, by a baseline of as many steps
+    due = {entry.kv_ratio for entry in alike if entry.status in (PENDING, TRAINED)}
+    for kv_ratio in {entry.kv_ratio for entry in alike}:
         if (best := baselines.get(kv_ratio)) is not None:
             entry = PromotionEntry.of(best, total, BASELINE)
-            state.add(state.baselines, f"{kv_ratio:g}", entry)
+            keep_longer = selected and kv_ratio not in due
+            state.add(state.baselines, f"{kv_ratio:g}", entry, keep_longer=keep_longer)
 
 
 def _link_export(folder: SearchFolder, state: PromotionState) -> None:

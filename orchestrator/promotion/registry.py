@@ -56,6 +56,13 @@ def lineage_of(
     original: OriginalRecord = read_json(folder.original)
     original_digests = original.get("digests", {})
     trained = entry.trained
+    context = session.context
+    source, train_file = config.data.section("train")[0], context.train_file
+    # The position of weights of the promotion is in its text
+    promoted = trained is not None and (trained.step or 0) > trial.step
+    if promoted and config.promotion.data is not None and context.promotion_file is not None:
+        source = config.promotion.data.source or config.data.source
+        train_file = context.promotion_file
     return {
         "model": {
             "path": original["model"],
@@ -80,8 +87,8 @@ def lineage_of(
         },
         "plan": {"digest": digests.plan, "kv_ratio": entry.kv_ratio},
         "data": {
-            "source": config.data.section("train")[0],
-            "digest": _text_digest(session.context.train_file),
+            "source": source,
+            "digest": _text_digest(train_file),
             "sequence_length": config.data.sequence_length,
             "steps": trained.step if trained else None,
             "position": trained.data_position if trained else None,

@@ -42,6 +42,7 @@ class TrainedModel:
         loss: Of this model.
         kl: KL divergence from the original model.
         data_position: Sequences of the training data that were used.
+        tokens: Tokens that it was trained on.
         last_loss: After all steps.
         untrained_loss: Of the conversion before any step.
         original_loss: Of the original model.
@@ -53,6 +54,7 @@ class TrainedModel:
     step: int | None = None
     description: str | None = None
     data_position: int | None = None
+    tokens: int | None = None
     last_loss: float | None = None
     untrained_loss: float | None = None
     original_loss: float | None = None
@@ -224,6 +226,8 @@ class PromotionEntry:
         }
         if self.gate_settings is not None:
             record["gate_settings"] = self.gate_settings
+        if trained is not None and trained.tokens is not None:
+            record["trained_tokens"] = trained.tokens
         return record
 
     @classmethod
@@ -244,6 +248,7 @@ class PromotionEntry:
                 step=record.get("best_step"),
                 description=record.get("shipped"),
                 data_position=record.get("data_position"),
+                tokens=record.get("trained_tokens"),
                 last_loss=record.get("last_loss"),
                 untrained_loss=record.get("untrained_loss"),
                 original_loss=record.get("original_loss"),
@@ -348,11 +353,25 @@ class PromotionState:
         goal = (entry.trial_id, entry.role, entry.steps)
         return 1 + sum((other.trial_id, other.role, other.steps) == goal for other in before)
 
-    def add(self, entries: dict[str, PromotionEntry], key: str, entry: PromotionEntry) -> None:
-        """Add an entry, unless there is one with the same goal that has not failed."""
+    def add(
+        self,
+        entries: dict[str, PromotionEntry],
+        key: str,
+        entry: PromotionEntry,
+        *,
+        keep_longer: bool = False,
+    ) -> None:
+        """Add an entry, unless there is one with the same goal that has not failed.
+
+        Args:
+            entries: The candidates or the baselines.
+            key: Of the entry.
+            entry: The entry.
+            keep_longer: Whether one of the same trial with more steps stays too.
+        """
         if (existing := entries.get(key)) is not None:
-            same = (existing.trial_id, existing.steps) == (entry.trial_id, entry.steps)
-            if same and existing.status != FAILED:
+            enough = existing.steps == entry.steps or (keep_longer and existing.steps > entry.steps)
+            if existing.trial_id == entry.trial_id and enough and existing.status != FAILED:
                 return
             self.earlier.append(existing)
         entries[key] = entry

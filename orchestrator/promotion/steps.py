@@ -91,7 +91,8 @@ class PromotionSteps:
                 self._end_training(entry, training, loss, error)
             self.save()
             if error is None and training.run is not None:  # only the weights are exported
-                training.run.remove_checkpoints()
+                with contextlib.suppress(OSError):  # their address is away: they stay
+                    training.run.remove_checkpoints()
 
         followers = {
             training.trial.trial_id: TrainingFollower(training.run, training.start)
@@ -159,6 +160,7 @@ class PromotionSteps:
                 step=best.step,
                 description=best.what,
                 data_position=best.position,
+                tokens=best.tokens,
                 last_loss=last_loss,
                 untrained_loss=trial.untrained.get("loss") if trial.untrained else None,
                 original_loss=self.session.context.original_loss,
@@ -167,14 +169,16 @@ class PromotionSteps:
                 note = f"training did not improve it; the {best.what} is kept"
                 print(f"promotion: {trial.name}: {note}", flush=True)
         self.save()
-        self._track(entry)
+        with contextlib.suppress(OSError):  # as on progress: `catch_up` of the next run does it
+            self._track(entry)
 
     def catch_up(self) -> None:
         """Bring MLflow up to date: a driver may have been killed, or the store away."""
         state = self.state
         for entry in (*state.earlier, *state.baselines.values(), *state.candidates.values()):
             if entry.trained_at is not None:
-                self._track(entry)
+                with contextlib.suppress(OSError):  # the address of its reports is away
+                    self._track(entry)
 
     def _track(self, entry: PromotionEntry) -> None:
         entry.run_id = self.session.mlflow.put(self.run_of(entry)) or entry.run_id
@@ -269,13 +273,13 @@ class PromotionSteps:
     def check(self) -> None:
         """Check the trained candidates; one that is refused stays, with the reasons.
 
-        It is checked again once the gate's settings are others.
+        It is checked again once the gate's settings are others, or its baseline is there that was
+        missing.
         """
         settings = gate_settings(self.session.config)
         entries = [e for e in self.state.candidates.values() if self._is_due(e, settings)]
         for entry in entries:
-            baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
-            if baseline is not None and (trained := baseline.trained) is not None:
+            if (trained := self._trained_baseline(entry)) is not None:
                 entry.baseline = BaselineModel(trained.folder, trained.loss, trained.step)
         if not entries:
             return
@@ -292,14 +296,23 @@ class PromotionSteps:
             self.save()
             self._track(entry)
 
+    def _trained_baseline(self, entry: PromotionEntry) -> TrainedModel | None:
+        """Return the baseline that was trained for as many steps as a candidate, if it is there."""
+        baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
+        return None if baseline is None or baseline.steps != entry.steps else baseline.trained
+
     def _is_due(self, entry: PromotionEntry, settings: Mapping[str, Any]) -> bool:
         """Return whether a candidate is to be checked, perhaps again."""
-        if entry.status != REFUSED or entry.gate_settings == settings:
+        if entry.status != REFUSED:
             return entry.status == TRAINED
+        missed = entry.baseline is None and self._trained_baseline(entry) is not None
+        if not missed and entry.gate_settings == settings:
+            return False
         if entry.trained is None or not Path(entry.trained.folder).is_dir():
             print(f"promotion: {entry.name} stays refused: its weights are gone", flush=True)
             return False
-        print(f"promotion: {entry.name} is checked again by other settings", flush=True)
+        how = "against its baseline" if missed else "by other settings"
+        print(f"promotion: {entry.name} is checked again {how}", flush=True)
         return True
 
     def _complete_folders(

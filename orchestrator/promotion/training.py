@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,7 @@ class Training:
             train_file=context.promotion_file or context.train_file,
             first_sequence=int(trial.last.get("data_position", 0)) if reads_on else 0,
             start_step=start.step - start.offset,
+            start_tokens=_tokens_by_step(trial.rungs).get(start.step),
             schedule_offset=start.offset - start.step,
             resume_from=start.resume_from,
             checkpoint_steps=section.checkpoint_steps,
@@ -238,6 +239,7 @@ class Measured:
         step: Training steps before it.
         loss: Held out, in nats per token, as `kl` is.
         position: Sequences of the training data used before it, if that is recorded.
+        tokens: Tokens that it was trained on, if that is recorded.
     """
 
     step: int
@@ -246,6 +248,7 @@ class Measured:
     folder: Path
     what: str
     position: int | None = None
+    tokens: int | None = None
 
 
 def best_model(
@@ -272,13 +275,15 @@ def _models(
     trial: TrialRecord, folder: Path, reports: Sequence[Mapping[str, Any]]
 ) -> Iterator[Measured]:
     positions = {int(r["step"]): r.get("data_position") for r in (*trial.rungs, *reports)}
+    tokens = _tokens_by_step((*trial.rungs, *reports))
 
     def trained(step: int, loss: float | None, kl: float | None, weights: str | Path) -> Measured:
-        return Measured(step, _number(loss), kl, Path(weights), f"step {step}", positions.get(step))
+        past = positions.get(step), tokens.get(step)
+        return Measured(step, _number(loss), kl, Path(weights), f"step {step}", *past)
 
     if (first := trial.untrained) is not None:
         what = POOLED if trial.relaxes else UNTRAINED
-        yield Measured(0, _number(first["loss"]), first.get("kl"), folder / "converted", what, 0)
+        yield Measured(0, _number(first["loss"]), first.get("kl"), folder / "converted", what, 0, 0)
     last = trial.last
     if last.get("relaxed_dir"):
         steps = int(last.get("relaxation_steps", 0))
@@ -290,6 +295,11 @@ def _models(
         yield trained(
             report["best_step"], report["best_loss"], report["best_kl"], report["best_dir"]
         )
+
+
+def _tokens_by_step(reports: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Return the tokens that were trained on up to each reported step."""
+    return {int(report["step"]): int(report["tokens"]) for report in reports if "tokens" in report}
 
 
 def _number(loss: float | None) -> float:

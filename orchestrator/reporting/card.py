@@ -135,13 +135,13 @@ def _plans(folder: Path) -> dict[str, AttentionPlan]:
     if "plan" not in note:
         return {}
     plan = AttentionPlan.from_dict(note["plan"])
-    each = (checkpoint.original_heads(folder, plan.head_dim) or 0) / (2 * plan.num_layers)
-    heads = int(each)
-    if not heads or heads != each or plan.num_heads % heads:
+    stored, head_dim = checkpoint.original_shape(folder, plan.head_dim) or (0, plan.head_dim)
+    heads, rest = divmod(stored, 2 * plan.num_layers)
+    if not heads or rest or plan.num_heads % heads:
         return {"this model": plan}
     groups = tuple(head * heads // plan.num_heads for head in range(plan.num_heads))
     original = replace(plan.unshared, layers=(LayerPlan(groups, groups),) * plan.num_layers)
-    original = replace(original, composition=None)
+    original = replace(original, composition=None, head_dim=head_dim)
     return {"this model": plan, "original": original}
 
 

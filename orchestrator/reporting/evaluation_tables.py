@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.text import Text
+
 from attention.io.stock_form import export_command
 from attention.ratios import percent
 from orchestrator.reporting.console import console
@@ -230,10 +232,10 @@ def print_extras(record: Mapping[str, Any]) -> None:
 def print_generation(generation: Mapping[str, Any]) -> None:
     """Print prompt and continuations, and the position where checkpoint and original differ."""
     out = console(120)
-    out.rule(f"{generation['prompt']!r:.100}", align="left", characters="-")
+    out.rule(Text(f"{generation['prompt']!r:.100}"), align="left", characters="-")
     for model, text in generation["texts"].items():
         out.print(f"[{model}]", markup=False)
-        out.print(text, markup=False, soft_wrap=True)
+        out.print(text, markup=False, emoji=False, soft_wrap=True)
     if "original" in generation["texts"]:
         note = f"all {generation['tokens']} tokens are equal to those of the original"
         if generation["parts_at"] is not None:
@@ -242,4 +244,4 @@ def print_generation(generation: Mapping[str, Any]) -> None:
                 f"{generation['parts_at']} equal tokens, then {parts['checkpoint']!r} instead of "
                 f"{parts['original']!r} of the original"
             )
-        out.print(f"-- {note}", markup=False)
+        out.print(f"-- {note}", markup=False, emoji=False)

@@ -40,7 +40,8 @@ def lead(record: Mapping[str, Any]) -> str:
     sentences = []
     formats = record.get("cache_formats") or []
     for budget in record["budgets"]:
-        if advice := format_advice(formats, budget["kv_ratio_asked"], record["model"]):
+        share = budget.get("byte_share", budget["kv_ratio_asked"])
+        if advice := format_advice(formats, share, record["model"]):
             sentences.append(f"{advice}.")
     for budget in record["budgets"]:
         ratio = budget["kv_ratio_asked"]
@@ -164,7 +165,7 @@ def agreement_table(record: Mapping[str, Any]) -> Table:
 def print_inspection(record: Mapping[str, Any]) -> None:
     """Print an inspection as tables."""
     out = console()
-    out.print(lead(record) + "\n")
+    out.print(lead(record) + "\n", markup=False)
     if record.get("cache_formats"):
         out.print("The original model with the cache formats of engines, without conversion:")
         out.print(format_table(record).for_terminal(), "\n")
@@ -200,7 +201,8 @@ def print_inspection(record: Mapping[str, Any]) -> None:
     for entry in record["recipes"]:
         if "why_not" in entry:
             out.print(
-                f"{entry['recipe']} at {percent(entry['kv_ratio_asked'])}: {entry['why_not']}"
+                f"{entry['recipe']} at {percent(entry['kv_ratio_asked'])}: {entry['why_not']}",
+                markup=False,
             )
     if record["agreement"]:
         out.print("\nRank correlation of the layer-output score with the loss of the whole model:")

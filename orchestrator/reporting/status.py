@@ -213,19 +213,18 @@ def _config(folder: SearchFolder) -> SearchConfig | None:
 def _state(state: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str:
     if "ended" in state:
         return "ended"
-    if "seconds" not in state or any(t.status == records.RUNNING for t in trials):
+    if "seconds" not in state or "resumed" in state:
         return "running"
-    if not trials or any(t.status == records.KILLED for t in trials):
-        return "interrupted"
-    return "ended"
+    return "running" if any(t.status == records.RUNNING for t in trials) else "interrupted"
 
 
 def _seconds(state: Mapping[str, Any], now: datetime) -> float | None:
-    if "seconds" in state:
-        return float(state["seconds"])
-    if not state.get("started"):
+    earlier = float(state.get("seconds", 0.0))
+    if "seconds" in state and "resumed" not in state:
+        return earlier
+    if (began := state.get("resumed") or state.get("started")) is None:
         return None
-    return (now - datetime.fromisoformat(state["started"])).total_seconds()
+    return earlier + (now - datetime.fromisoformat(began)).total_seconds()
 
 
 def _front_point(trial: TrialRecord, original_loss: float | None) -> FrontPoint:

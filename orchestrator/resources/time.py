@@ -278,7 +278,7 @@ def token_operations(model_config: PretrainedConfig, train: TrainSettings, lengt
         model: Any = classes.from_config(model_config)
     model.requires_grad_(train.tuning == "full")
     teacher = None if train.distillation == "none" else model
-    recomputed = bool(train.activation_checkpointing)
+    recomputed = train.activation_checkpointing is True
     return TokenWork.of(model, length, recomputed=recomputed, teacher=teacher).hardware
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 
 from orchestrator.cluster.pending_resources import CapacityWatch, watch_pending
 from orchestrator.cluster.placement import Demand
@@ -54,7 +56,9 @@ def report_waiting(
 def _newest_line(folder: SearchFolder) -> float:
     """Return when the journal or the curve of a training was last written."""
     newest = 0.0
-    for file in folder.root.rglob("*.jsonl"):
-        with contextlib.suppress(FileNotFoundError):
-            newest = max(newest, file.stat().st_mtime)
+    # Not rglob, which fails where a worker removes a folder meanwhile
+    for root, _, names in os.walk(folder.root):
+        for name in (name for name in names if name.endswith(".jsonl")):
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, Path(root, name).stat().st_mtime)
     return newest

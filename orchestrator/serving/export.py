@@ -135,13 +135,12 @@ def _rank_cache(
         )
     support = chosen.support_for(opened.config, opened.plan)
     original = None
-    if heads := checkpoint.original_heads(opened.path, support.head_dim):
-        each = heads / (2 * opened.plan.num_layers)
-        if each.is_integer():
+    if shape := checkpoint.original_shape(opened.path, support.head_dim):
+        heads, head_dim = shape
+        each, rest = divmod(heads, 2 * opened.plan.num_layers)
+        if rest == 0:
             original = EngineSupport.of(
-                [int(each)] * opened.plan.num_layers,
-                support.head_dim,
-                other_layers=support.other_layers,
+                [each] * opened.plan.num_layers, head_dim, other_layers=support.other_layers
             )
     try:
         return support.rank_cache(ranks, cache_dtype(dtype), original, opened.plan.num_heads)

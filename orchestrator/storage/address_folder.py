@@ -254,9 +254,17 @@ class AddressFolder:
 
         Hidden ones are half-written, locks, or ours; links are made anew; what workers send
         themselves is theirs.
+
+        Raises:
+            OSError: For a folder that cannot be read: its files are not gone.
         """
+
+        def unreadable(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
         stamps: dict[str, FileStamp] = {}
-        for folder, folders, names in os.walk(self.local):
+        for folder, folders, names in os.walk(self.local, onerror=unreadable):
             folders[:] = [f for f in folders if not f.startswith(".")]
             for name in names:
                 path = Path(folder) / name

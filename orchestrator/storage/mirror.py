@@ -308,7 +308,7 @@ def mirrored(
     if urlparse(storage).scheme in ("s3", "gs", "gcs") and not mirror.objects.atomic:
         print(
             f"note: writes to {address} are not conditional; on S3 they are with boto3 "
-            "(pip install 'headfold[s3]'), on Google Cloud with google-auth",
+            "(pip install '.[s3]' in a checkout), on Google Cloud with google-auth",
             flush=True,
         )
     beats = _repeatedly(partial(_beat, mirror), beat_seconds, all_ended, "headfold-holder")

@@ -97,13 +97,19 @@ class SearchState(TypedDict, total=False):
 
     started: str
     """In ISO 8601."""
+    resumed: str
+    """When the running driver took it up again; only while it runs."""
     command: str
     tracking: str
     """Address of the MLflow store, without a password."""
     parent_run: str
     seconds: float
-    """Time of all its drivers."""
+    """Time of all its earlier drivers."""
     ended: str
+
+
+_UNFINISHED = re.compile(r"\..*\.new")
+"""Names of files and folders until they are whole (`attention.io.files`)."""
 
 
 @dataclass
@@ -246,13 +252,13 @@ class SearchFolder:
 
     def sweep(self) -> None:
         """Remove what killed writers have left unfinished; for the driver that has the lock."""
-        for path in list(self.root.rglob(".*.new")):
-            if path.is_relative_to(self.tune):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        # Not rglob, which fails where a worker removes a folder meanwhile
+        for root, folders, files in os.walk(self.root):
+            folders[:] = [name for name in folders if Path(root, name) != self.tune]
+            for name in (name for name in folders if _UNFINISHED.fullmatch(name)):
+                shutil.rmtree(Path(root, name), ignore_errors=True)
+            for name in (name for name in files if _UNFINISHED.fullmatch(name)):
+                Path(root, name).unlink(missing_ok=True)
 
     @classmethod
     def existing(cls, root: str | Path) -> SearchFolder:

@@ -191,6 +191,8 @@ class EntryRecord(TypedDict):
     reasons: list[str]
     gate_settings: NotRequired[Mapping[str, Any]]
     """The settings of `promotion` by which the gate has decided."""
+    trained_tokens: NotRequired[int]
+    """Tokens that the shipped weights were trained on."""
     lineage: Mapping[str, Any]
     """A LineageRecord; empty before the gate."""
     version: str | None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.base.messages import one_of
+from attention.ratios import byte_share
 from orchestrator.config.options import ConvertOptions, EstimateOptions
 from orchestrator.config.parsing import BY_COMMA, NUMBERS
 from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
@@ -146,7 +147,8 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         from attention.cache_formats import format_advice
 
         budget = self.conversion.budget
-        requested = [point.kv_ratio_asked for point in self.points]
+        geometry = self.request.geometry
+        requested = [byte_share(point.kv_ratio_asked, geometry) for point in self.points]
         for share in requested if budget is None else budget.shares:
             advice = format_advice(self.cache_formats, share, str(self.options.model))
             print(advice + "\n" * bool(advice), end="")

@@ -71,7 +71,6 @@ class EvaluationRecord(TypedDict):
     plan: Mapping[str, Any]
     plan_digest: str
     dtype: str
-    """The format of the cache, and the engine that decodes for the speed."""
     seed: int
     recipe: Mapping[str, Any] | None
     kv_ratio_of: str
@@ -426,6 +425,14 @@ def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
         ("--dequantize", options.dequantize or None),
         ("--cache-format", options.cache_format),
     ]
+    if options.cache_types is None:  # which measure losses too
+        others = [
+            *others,
+            ("--data", options.data),
+            ("--eval-data", options.eval_data),
+            ("--eval-tokens", options.eval_tokens),
+            ("--sequence-length", options.sequence_length),
+        ]
     if refused := [name for name, value in others if value is not None]:
         raise ConfigError(
             f"engine: the speed in an engine is measured alone; leave out {', '.join(refused)}, or "

@@ -25,6 +25,9 @@ class TrackingError(ValueError):
 def redact(text: str) -> str:
     """Hide user information of URIs, and values of parameters that are named like a secret."""
     text = re.sub(r"(?<=://)[^/\s]+@", "***@", text)
+    # The password of a database may have a slash
+    database = r"((?:postgres|mysql|mariadb|mssql|oracle)[\w+]*://)[^\s/:@]*:\S*@"
+    text = re.sub(database, r"\1***@", text)
     parameter = rf"([?&;][\w.-]*(?:{_SECRETS})[\w.-]*=)[^&;\s'\"]+"
     return re.sub(parameter, r"\1***", text, flags=re.IGNORECASE)
 

@@ -131,8 +131,8 @@ class PlanningContext:
             self.work.extend(fit.work for fit in fits)
         return language_loss(converted, self.sequences)
 
-    def measured_on(self, tokens: int) -> Tensor:
-        """Return the first sequences, about `tokens` tokens and at least one.
+    def measured_on(self, tokens: int, least: int = 1) -> Tensor:
+        """Return the first sequences, about `tokens` tokens and at least `least` sequences.
 
         Raises:
             ValueError: Without model or sequences.
@@ -141,7 +141,7 @@ class PlanningContext:
             raise ValueError(
                 "measuring the increase of the loss needs a model and sequences in the context"
             )
-        return self.sequences[: max(1, tokens // self.sequences.shape[1])]
+        return self.sequences[: max(least, tokens // self.sequences.shape[1])]
 
     @property
     def layers_at_once(self) -> int:
@@ -198,7 +198,7 @@ class PlanningContext:
     @cached_property
     def fit_texts(self) -> FitTexts:
         """The texts that layers are fitted on before their loss increases are measured."""
-        return FitTexts.of(self.looked_at, self.measured_on(FIT_TOKENS))
+        return FitTexts.of(self.looked_at, self.measured_on(FIT_TOKENS, least=2))
 
     def output_metric(self, layer: int, tokens: int) -> Tensor:
         """`attention.conversion.sensitivity` of a layer, on about so many tokens."""

@@ -66,6 +66,15 @@ def test_from_8_to_4_heads_on_8_gpus_saves_nothing_and_says_so() -> None:
     assert "copies" not in two.note
 
 
+def test_wide_heads_on_as_many_gpus_as_there_were_heads_take_more_than_before() -> None:
+    """8 heads of 128 on 8 GPUs: one on each. 2 heads of 256 are half of the bytes, and a copy of one on each GPU."""
+    wide, original = EngineSupport.of([2] * 32, 256), EngineSupport.of([8] * 32, 128)
+    cache = wide.rank_cache(8, "bfloat16", original)
+    assert cache.kv_bytes_per_token_per_gpu == 32_768
+    assert "on each of 8 GPUs 32,768 KV bytes per token, 16,384 before: this saves nothing there" in cache.note
+    assert "50% of the original's" in wide.rank_cache(2, "bfloat16", original).note
+
+
 def test_copies_are_counted_in_words() -> None:
     cache = EngineSupport.of([8, 2], 128).rank_cache(4, "float16", EngineSupport.of([8, 8], 128))
     assert cache.kv_bytes_per_token_per_gpu == (2 + 1) * 2 * 128 * 2

@@ -59,6 +59,6 @@ def test_citations_name_one_paper() -> None:
     )
     files = [*REPOSITORY.glob("*.md"), *(file for room in rooms for file in (REPOSITORY / room).rglob("*.*"))]
     readable = [file for file in files if file.suffix in (".py", ".md", ".yaml", ".json") and file.is_file()]
-    texts = {file.name: file.read_text() for file in readable if file != Path(__file__).resolve()}
+    texts = {str(file): file.read_text() for file in readable if file != Path(__file__).resolve()}
     assert len(texts) > 300
     assert {name for name, text in texts.items() if ANONYMOUS.search(text) or AMBIGUOUS.search(text)} == set()

@@ -84,7 +84,7 @@ def test_brackets_are_quoted_in_commands_of_configs_and_messages() -> None:
     configs = [*(REPOSITORY / "configs").rglob("*.yaml"), *(REPOSITORY / "deploy").rglob("*.yaml")]
     code = [file for folder in CODE for file in (REPOSITORY / folder).rglob("*.py")]
     assert len(configs) > 5 and len(code) > 100
-    missing = {file.name: unquoted_brackets(file.read_text()) for file in [*configs, *code]}
+    missing = {str(file): unquoted_brackets(file.read_text()) for file in [*configs, *code]}
     assert {name: words for name, words in missing.items() if words} == {}
 
 

@@ -174,6 +174,7 @@ def test_a_configuration_of_ones_own_is_mounted_where_its_job_reads_it(tmp_path:
 
 def test_the_task_of_skypilot_starts_a_search_of_this_checkout() -> None:
     task = yaml.safe_load((REPOSITORY / "deploy" / "skypilot.yaml").read_text())
-    assert task["run"].split()[:2] == ["headfold", "search"]
+    assert task["run"].splitlines()[-1].split()[:2] == ["headfold", "search"]
+    assert "uv venv --python 3.12 " in task["setup"], "SkyPilot's images have Python 3.10"
     assert set(re.findall(r"\$(\w+)", task["run"])) == task["envs"].keys()
     read_search_config(REPOSITORY / task["envs"]["CONFIG"], [f"storage={task['envs']['STORAGE']}"])

@@ -63,6 +63,8 @@ def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: 
     assert first["loss"] == 2 and first["wall_seconds"] > 0
     monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", "raise SystemExit(3)"])
     assert work.run("one", "inspect", "model") == first
+    with pytest.raises(CommandError, match=r"`headfold inspect other` exited with code 3"):
+        work.run("one", "inspect", "other")
     with pytest.raises(CommandError, match=r"`headfold inspect model` exited with code 3"):
         work.run("two", "inspect", "model")
     (tmp_path / workspace.GGUF).touch()
@@ -81,8 +83,8 @@ def test_the_picture_has_each_model_and_format_once(tmp_path: Path) -> None:
     row = {"recipe": "headfold_wide", "KV cache": "66.7%", "increase": "+0.082 ± 0.010"}
     formats = [
         {"model": "original", "cache": "q8_0", "engine bytes": "53.1%", "increase": "+0.000 ± 0.001"},
-        {"model": "headfold_wide", "cache": "f16", "engine bytes": "66.7%", "increase": "+0.082 ± 0.010"},
-        {"model": "headfold_wide", "cache": "q4_0", "engine bytes": "18.8%", "increase": "+0.169 ± 0.010"},
+        {"model": "headfold_wide 67%", "cache": "f16", "engine bytes": "66.7%", "increase": "+0.082 ± 0.010"},
+        {"model": "headfold_wide 67%", "cache": "q4_0", "engine bytes": "18.8%", "increase": "+0.169 ± 0.010"},
     ]
     result = records(
         tmp_path,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,38 @@ def test_a_separate_schedule_warms_up_where_a_training_resumes(engine: Any, ids:
 def test_the_betas_are_those_of_the_settings(engine: Any) -> None:
     for given, expected in (({}, (0.9, 0.999)), ({"beta2": 0.95}, (0.9, 0.95))):
         assert tuple(engine(**given)._engine.optimizer.param_groups[0]["betas"]) == expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_changes_neither_betas_nor_clipping(engine: Any, ids: Tensor, tmp_path: Path, stage: int) -> None:
+    """A promotion continues a trial's optimiser by its own settings."""
+    first = engine(zero_stage=stage)
+    run(first, ids, stop=2)
+    first.save(tmp_path, {})
+    second = engine(zero_stage=stage, beta2=0.95, max_grad_norm=0.25)
+    second.load(tmp_path)
+    optimiser = second._engine.optimizer
+    assert all(tuple(group["betas"]) == (0.9, 0.95) for group in optimiser.param_groups)
+    assert second._engine.gradient_clipping() == 0.25
+    assert getattr(optimiser, "clip_grad", 0.25) == 0.25
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_closed_engine_frees_its_optimiser_though_its_model_lives(
+    engine: Any, tiny_model: Any, ids: Tensor, stage: int
+) -> None:
+    """Else the next engine starts with the moments of this one in memory."""
+    model = convert(tiny_model("llama"), PLAN)
+    closed = engine(model, zero_stage=stage)
+    run(closed, ids, stop=1)
+    moments = [weakref.ref(state["exp_avg"]) for state in closed._engine.basic_optimizer.state.values()]
+    gc.disable()
+    try:
+        closed.close()
+    finally:
+        gc.enable()
+    assert moments and all(moment() is None for moment in moments)
+    assert model.get_input_embeddings() is not None
 
 
 @pytest.mark.parametrize(

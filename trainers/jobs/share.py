@@ -51,23 +51,13 @@ class WorkerShare:
 
     @property
     def positions(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the position function where documents are kept apart; None elsewhere."""
-        if not self.settings.document_mask:
-            return None
-        from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
-        from trainers.text.documents import DocumentStarts
-
-        return DocumentStarts.of(read_tokenizer(self.job.model_dir)).positions
+        """Return `positions_of` this job's text."""
+        return positions_of(self.settings, self.job.model_dir)
 
     @property
     def answers(self) -> Callable[[Tensor], Tensor] | None:
-        """Return which tokens are answers where these alone are counted; None elsewhere."""
-        if not self.settings.assistant_only_loss:
-            return None
-        from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
-        from trainers.text.answers import AnswerSpans
-
-        return AnswerSpans.of(read_tokenizer(self.job.model_dir)).mask
+        """Return `answers_of` this job's text."""
+        return answers_of(self.settings, self.job.model_dir)
 
     def lap(self) -> float:
         """Seconds since the last call."""
@@ -89,6 +79,36 @@ class WorkerShare:
         }
         size = self.settings.device_batch_size
         return evaluate(model, self.held_out, teacher=teacher, batch_size=size, **together)
+
+
+def positions_of(settings: TrainSettings, folder: str | Path) -> Callable[[Tensor], Tensor] | None:
+    """Return the position function where documents are kept apart; None elsewhere.
+
+    Args:
+        settings: Of the training.
+        folder: Of the model, with its tokenizer.
+    """
+    if not settings.document_mask:
+        return None
+    from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
+    from trainers.text.documents import DocumentStarts
+
+    return DocumentStarts.of(read_tokenizer(folder)).positions
+
+
+def answers_of(settings: TrainSettings, folder: str | Path) -> Callable[[Tensor], Tensor] | None:
+    """Return which tokens are answers where these alone are counted; None elsewhere.
+
+    Args:
+        settings: Of the training.
+        folder: Of the model, with its tokenizer.
+    """
+    if not settings.assistant_only_loss:
+        return None
+    from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
+    from trainers.text.answers import AnswerSpans
+
+    return AnswerSpans.of(read_tokenizer(folder)).mask
 
 
 @contextmanager

@@ -39,6 +39,8 @@ class TrainJob:
     Attributes:
         milestones: Steps, counted from the beginning of the training, after which the held-out loss
             is measured and reported with a checkpoint; the last one ends the job.
+        start_tokens: Tokens that were trained on before `start_step`, by earlier jobs; None: as
+            many as so many steps of this one take.
         total_steps: The step at which the learning-rate schedule ends (None: the last milestone).
         schedule_offset: The schedule's steps before step 0, for a job that continues after the
             relaxation of an earlier one; minus `start_step` for a schedule that begins, and warms
@@ -67,6 +69,7 @@ class TrainJob:
     settings: TrainSettings = field(default_factory=TrainSettings)
     teacher_dir: str | None = None
     start_step: int = 0
+    start_tokens: int | None = None
     total_steps: int | None = None
     schedule_offset: int = 0
     first_sequence: int = 0

@@ -55,13 +55,15 @@ class WorkerTraining(WorkerShare):
         self.stored_teacher = None
         if self.settings.keeps_teacher_logits:
             self.stored_teacher = stored_teacher(job, self.stream, engine.device)
-        self.earlier_tokens = 0
+        self.earlier_tokens = job.start_step * self.tokens_a_step
+        if job.start_tokens is not None:
+            self.earlier_tokens = job.start_tokens
         self.train_seconds = 0.0
         self.steps = 0
         if relaxed is not None:
             # Continue reading where the relaxation stopped.
             self.stream.load_state_dict(relaxed.position)
-            self.earlier_tokens = relaxed.tokens
+            self.earlier_tokens += relaxed.tokens
             self.seconds = relaxed.seconds
         self.metrics: dict[str, Any] = {}
         self.stopped = False
@@ -207,7 +209,7 @@ class WorkerTraining(WorkerShare):
             "loss": measured.loss,
             "kl": measured.kl,
             "step": step,
-            "tokens": self.earlier_tokens + step * self.tokens_a_step,
+            "tokens": self.earlier_tokens + (step - job.start_step) * self.tokens_a_step,
             "tokens_per_second": self._speed(),
             "train_loss": train_loss,
             "learning_rate": self.engine.last_rate,

@@ -6,7 +6,6 @@ products of causal attention, half of a square. Only the experts that a token is
 table of embeddings is a lookup, and counts where the head multiplies by it. HFU adds the repeated
 or additional forward passes: that of activation checkpointing, and the teacher's. Norms, the
 softmax, losses and the optimizer are left out of both.
-softmax, losses and the optimizer are left out of both.
 """
 
 from __future__ import annotations

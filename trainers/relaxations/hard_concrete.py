@@ -217,6 +217,9 @@ class HardConcrete(Relaxation):
         A function of seed and step alone, so equal on all workers and after a resume.
         """
         self.step = step
+        # A compiled layer is compiled anew where a number of a module has changed, so no layer
+        # reads the step.
+        self.frozen = step >= self.freeze
         generator = torch.Generator().manual_seed(int(self.seed) * 1_000_003 + step)
         uniform = torch.rand(self._shape, generator=generator, dtype=torch.float64)
         self._uniform = uniform.clamp(1e-6, 1 - 1e-6).float()
@@ -227,7 +230,7 @@ class HardConcrete(Relaxation):
         This step's sample in training, the mask without noise in evaluation, 0 once frozen.
         """
         log_alpha = self.log_alpha().float()
-        if self.finished():
+        if self.frozen:
             return log_alpha * 0
         return (
             sampled_mask(log_alpha, self._uniform.to(log_alpha.device))
@@ -243,7 +246,7 @@ class HardConcrete(Relaxation):
 
     def finished(self) -> bool:
         """All masks are frozen at 0, so that collapsing changes nothing."""
-        return self.step >= self.freeze
+        return self.frozen
 
     @torch.no_grad()
     def remaining(self) -> float:

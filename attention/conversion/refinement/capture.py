@@ -107,10 +107,16 @@ def recorded(streams: Streams, layer: int) -> Iterator[Record]:
 
 
 def split_held_out(sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences to fit on and sequences to check on.
+    """Return sequences to fit on, and sequences to check on: every eighth one, at least one.
 
-    Every eighth one (at least one) is kept for the check.
+    Raises:
+        ValueError: For fewer than two sequences.
     """
+    if len(sequences) < 2:
+        raise ValueError(
+            "a fit needs at least two calibration sequences, one of them to check it, got "
+            f"{len(sequences)}; give more text or shorter sequences"
+        )
     check = torch.zeros(len(sequences), dtype=torch.bool)
     check[7::8] = True
     if not check.any():

@@ -8,7 +8,6 @@ Legend: B sequences, T tokens per sequence, S tokens up to the end of a window, 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from attention.conversion.refinement.capture import Record
-from attention.modeling.growing_cache import CACHE_NAMES
+from attention.modeling.growing_cache import CACHE_NAMES, cache_keyword
 from attention.modeling.running import entered_by
 
 
@@ -67,12 +66,7 @@ def cache_name(module: nn.Module) -> str | None:
 
     Composition keeps more than keys and values there: None.
     """
-    parameters = inspect.signature(module.forward).parameters
-    return (
-        None
-        if hasattr(module, "composition")
-        else next((name for name in CACHE_NAMES if name in parameters), None)
-    )
+    return None if hasattr(module, "composition") else cache_keyword(module)
 
 
 def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end: int) -> Tensor:
@@ -95,8 +89,7 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
     if hasattr(module, "composition"):  # its cache stores more than keys and values
         args, kwargs = entered_by(inputs, *whole)
         return module(*args, **kwargs)[0][:, first:end]
-    # Those that do not name it find it among their keywords.
-    name = cache_name(module) or "past_key_values"
+    name = cache_keyword(module)
     prefix = _Prefix()
 
     def call(begin: int, end: int, cache: _Prefix | None) -> Any:
@@ -110,7 +103,7 @@ def attended(module: nn.Module, record: Record, inputs: Tensor, first: int, end:
             mask = torch.ones(1, 1, end - begin, end, dtype=torch.bool, device=inputs.device).tril(
                 begin
             )
-        cached = {name: cache} if cache is not None else {}
+        cached = {name: cache} if name is not None and cache is not None else {}
         return module(*args, **(kwargs | {"attention_mask": mask} | cached))
 
     if first == 0:

@@ -72,6 +72,13 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [decoder.layers[index].self_attn for index in _windowed(config)]
 
 
+def other_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the attention of the layers without a window, which are not converted."""
+    windowed = _windowed(model.config)
+    decoder: Any = model.get_decoder()
+    return [layer.self_attn for i, layer in enumerate(decoder.layers) if i not in windowed]
+
+
 def plain_config(config: Any, kv_heads: int) -> PretrainedConfig:
     """Return the config with `kv_heads` KV heads in each layer with a window."""
     windowed = _windowed(config)
@@ -94,6 +101,7 @@ FAMILY = _separate.family(
     Gemma4ForCausalLM,
     geometry,
     attention_modules=attention_modules,
+    other_attention_modules=other_attention_modules,
     plain_config=plain_config,
     pads_queries=False,
     reads_layer_config=True,

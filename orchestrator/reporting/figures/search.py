@@ -38,6 +38,8 @@ from orchestrator.storage.records import (
     served_bytes,
 )
 
+MAX_POINTS = 1000
+"""Largest number of trials in the figure of the front; of more, the front and every nth."""
 MAX_CURVES = 200
 """Largest number of trials in a figure of curves; those with the most steps are drawn."""
 
@@ -64,6 +66,10 @@ def front_figure(
     width = NARROW_WIDTH if narrow else WIDTH
     figure, axes = single_axes(height, kv_bytes_label(original), width=width)
     scored = [t for t in trials if t.usable and t.kv_bytes_per_token is not None]
+    best = front(trials, timed=False)
+    if len(scored) > MAX_POINTS:
+        ids = {t.trial_id for t in (*best, *scored[:: -(-len(scored) // MAX_POINTS)])}
+        scored = [t for t in scored if t.trial_id in ids]
     sized = [{**model, "size": promoted_bytes(model, trials)} for model in promoted]
     models = [model for model in sized if model.get("loss") is not None and model["size"]]
     losses = [*(t.loss for t in scored), *(model["loss"] for model in models)]
@@ -71,7 +77,6 @@ def front_figure(
     axis.put_on(axes)
     styles = styles_of([family(t.recipe) for t in trials])
     handles = _draw_trials(axes, axis, scored, original, styles)
-    best = front(trials, timed=False)
     if best:
         sizes = [t.served_bytes for t in best]
         increases = [axis.at(t.loss - original["loss"]) for t in best]

@@ -98,8 +98,9 @@ class TrialContext:
     def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
         """Return DHA's search phase that a candidate's plan is based on; None if it needs none."""
         settings = TrainSettings.model_validate(self.train)
+        resolved = self.recomputing(settings, "training worker")
         return dha_distances.SearchPhase.of(
-            candidate.recipe, self.model, self.train_file, settings, candidate.seed
+            candidate.recipe, self.model, self.train_file, settings, candidate.seed, resolved
         )
 
     def settings(self, recipe: Recipe, learning_rate: float) -> TrainSettings:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from attention.conversion.convert import convert
@@ -22,7 +23,9 @@ UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 
 PAIRS = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
 SHARED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, (HeadShare(1, 1, 0, 3), HeadShare(1, 2, 0, 0)))
 COMPOSED = AttentionPlan((LayerPlan.identity(4),) * 2, 8, composition=Composition())
+MIXTURES = ("glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")  # whose files have a matrix for each expert
 KINDS = [(family, UNEVEN) for family in families()] + [("llama", plan) for plan in (PAIRS, SHARED, COMPOSED)]
+KINDS += [(family, PAIRS) for family in MIXTURES]
 
 
 def filled(source: str | Path, dtype: torch.dtype) -> Any:
@@ -35,6 +38,11 @@ def filled(source: str | Path, dtype: torch.dtype) -> Any:
         weights.read_into({name: whole})
         setattr(model.get_submodule(owner), last, torch.nn.Parameter(whole))
     return model
+
+
+def names(folder: Path) -> set[str]:
+    """The tensors of the files of a folder."""
+    return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
 
 @pytest.mark.parametrize(("family", "plan"), KINDS)
@@ -54,6 +62,7 @@ def test_both_ways_are_those_of_a_whole_model(
     written = {name: json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "headfold.json")}
     assert written == {name: json.loads((expected / name).read_text()) for name in written}
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
+    assert names(tmp_path / "out") == names(expected), "what engines and older transformers read"
     back = checkpoint.load(tmp_path / "out")
     assert all(torch.equal(tensor, other[name]) for name, tensor in back.state_dict().items())
     assert checkpoint.intact(tmp_path / "out")

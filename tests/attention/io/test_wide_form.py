@@ -63,6 +63,7 @@ def test_the_original_s_heads_are_a_fraction_where_wider_ones_do_not_fill_its_by
     checkpoint.write_note(tmp_path, AttentionPlan.identity(1, 2, 96), checkpoint.original_note(64, 32))
     heads = checkpoint.original_heads(tmp_path, 96)
     assert heads is not None and 8 / heads == pytest.approx(0.375)
+    assert checkpoint.original_shape(tmp_path, 96) == (64, 32)
 
 
 def test_slices_come_pair_by_pair() -> None:

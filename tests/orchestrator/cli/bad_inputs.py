@@ -28,6 +28,3 @@ BY_VERB: dict[str, tuple[Bad, ...]] = {
     "report": REPORTS,
 }
 CASES = tuple(bad for cases in BY_VERB.values() for bad in cases)
-
-PENDING: frozenset[str] = frozenset()
-"""Cases whose message is not yet as expected; remove a name when it is."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bad_input import Bad
 from bad_input_folder import digest, fresh_copy, make_folder, run_in
-from bad_inputs import BY_VERB, CASES, PENDING
+from bad_inputs import BY_VERB, CASES
 from typer.main import get_command
 
 from orchestrator.main import app
@@ -21,7 +21,6 @@ from orchestrator.main import app
 TOLD_AT_ONCE = ("no --out: ", "estimate: ", "text: none was named")  # by convert, before it reads weights or texts
 SLOW = re.compile(r"\w+: elapsed \d+:\d\d")  # after ten seconds, on a busy machine
 LONG = ("a task that nobody knows",)  # is looked for in the harness's thousands of files; test_tasks.py does so too
-MARKS = ((pytest.mark.xfail(strict=False), PENDING), (pytest.mark.extended, LONG))
 VERBS = get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -40,7 +39,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, home: Path, tiny_model: A
 
 @pytest.mark.parametrize(
     "bad",
-    [pytest.param(bad, id=bad.what, marks=[mark for mark, names in MARKS if bad.what in names]) for bad in CASES],
+    [pytest.param(bad, id=bad.what, marks=[pytest.mark.extended] * (bad.what in LONG)) for bad in CASES],
 )
 def test_a_bad_input_is_refused_and_nothing_is_lost(
     bad: Bad,
@@ -78,7 +77,6 @@ def test_a_bad_input_is_refused_and_nothing_is_lost(
 def test_every_verb_has_bad_inputs() -> None:
     names = [bad.what for bad in CASES]
     assert len(names) == len(set(names)) >= 80
-    assert set(names) >= PENDING
     assert set(VERBS) == set(BY_VERB) - {"any verb"}
     assert all(bad.verb == verb for verb, cases in BY_VERB.items() if verb in VERBS for bad in cases)
 

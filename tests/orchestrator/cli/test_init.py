@@ -38,6 +38,11 @@ def demo_geometry(demo_dir: Path) -> HeadGeometry:
     return geometry_of(checkpoint.load_config(demo_dir))
 
 
+@pytest.mark.parametrize("name", ["2024", "null", "1e3", "-x", "out/3", "it's"])
+def test_a_name_stays_a_name_in_yaml(name: str) -> None:
+    assert read_yaml(f"name: {FirstConfig.quoted(name)}") == {"name": name}
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("family", "kv_heads", "ratios", "recipes"), [("llama", 4, [0.5, 0.25], 4), ("qwen3", 2, [0.5], 3)]

@@ -18,6 +18,7 @@ from benchmarks.needs.texts import LENGTH, MEGA, process, result, write_text
 from orchestrator.cluster import tokenising
 from orchestrator.cluster.ray_internals import cluster_status, pending_bundles
 from orchestrator.cluster.tokenising import tokenise_on_cluster, tokeniser
+from trainers.text.corpora import DataError
 from trainers.text.data import SMALL_TEXT, TextCut, token_set
 from trainers.text.token_sets import is_complete, read_sequences
 from trainers.text.tokenising import tokenise_here
@@ -72,6 +73,18 @@ def test_no_task_waits_for_a_cpu_that_is_not_there(
     types = yaml.safe_load((REPOSITORY / "cluster.yaml").read_text())["available_node_types"]
     nodes, _ = get_nodes_for(types, {"head": 1}, "head", 6, demand, _default_utilization_scorer)
     assert not nodes, f"for {demand}"
+
+
+def test_what_a_user_can_mend_in_a_text_is_said_without_ray_s_trace(
+    ray_cluster: None, demo_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(texts: list[str], model: str) -> list[str]:
+        raise DataError(f"the chat template refuses {texts[0]}")
+
+    monkeypatch.setattr(tokenising, "_tokenise", refuse)
+    with pytest.raises(DataError) as caught:
+        list(tokenise_on_cluster(str(demo_dir))(iter([["this record"]] * 3), None))
+    assert str(caught.value) == "the chat template refuses this record"
 
 
 def test_a_small_text_waits_for_no_processes(demo_dir: Path) -> None:

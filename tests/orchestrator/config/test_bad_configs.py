@@ -218,6 +218,12 @@ def test_yaml_that_no_configuration_can_be(tmp_path: Path, text: str, message: s
     assert str(file) in str(caught.value)
 
 
+@pytest.mark.parametrize("share", ["1.2.3%", ".%", "%"])
+def test_a_mistyped_percentage_is_refused_by_its_key(share: str) -> None:
+    with pytest.raises(ConfigError, match=r"search\.kv_ratios"):
+        read_search_config(REPOSITORY / "configs" / "demo.yaml", [f"search.kv_ratios=['{share}']"])
+
+
 def test_bad_overrides_are_refused_by_name() -> None:
     rng = random.Random(0)
     keys = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from attention.cache_formats import LLAMA_CPP, VLLM, CacheFormatError, CachePair, cache_options
 from attention.engine_cache import engine_cache, with_engine_heads
 from attention.plan import AttentionPlan
+from attention.ratios import byte_share
 from orchestrator import checkpoints
 from orchestrator.config.options import ConvertOptions
 from orchestrator.config.schema import ConfigError
@@ -51,6 +53,20 @@ def test_worked_example() -> None:
     assert result["q8_0,q4_0"].kv_ratio == pytest.approx(0.25 * 128 / (34 + 18))
     assert result["f16"].kv_ratio == 0.25
     assert [option.pair.name for option in cache_options(plan, VLLM, 0.25)] == ["fp8", "f16"]
+
+
+def test_layers_that_are_not_converted_take_their_bytes_first(demo_dir: Path) -> None:
+    """Half of the bytes are of other layers, which take theirs first, in any format."""
+    plan = replace(AttentionPlan.identity(2, 4, 64), other_layers=((4, 64), (4, 64)))
+    fp8, f16 = cache_options(plan, VLLM, 0.6)
+    assert (fp8.share, fp8.kv_ratio) == (0.5, pytest.approx((0.6 - 0.25) / 0.25))
+    assert f16.kv_ratio == pytest.approx(0.2)
+    fp8, f16 = cache_options(plan, VLLM, 0.4)
+    assert (fp8.kv_ratio, f16.kv_ratio) == (pytest.approx(0.6), pytest.approx(-0.2))
+    geometry = checkpoints.open_model(demo_dir, "model").geometry
+    others = ((geometry.num_kv_heads, geometry.head_dim),) * geometry.num_layers
+    assert byte_share(0.2, geometry) == pytest.approx(0.2)
+    assert byte_share(0.2, replace(geometry, other_layers=others)) == pytest.approx(0.6)
 
 
 def test_formats_alone_know_every_name_of_an_engine(demo_dir: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.generations import NEW_TOKENS, compare_generations, encode_prompts, greedy, read_prompts
+from orchestrator.reporting.evaluation_tables import print_generation
 
 PROMPT = "import os\n\n\ndef size_of(path):\n"
 
@@ -39,6 +40,14 @@ def test_the_first_token_where_two_part(demo_tokenizer: PreTrainedTokenizerBase)
     assert same["parts_at"] is same["parts"] is None
     (shorter,) = compare_generations(["x"], {"checkpoint": [one[:2]], "original": [one]}, demo_tokenizer)
     assert (shorter["parts_at"], shorter["parts"]["checkpoint"]) == (2, "")
+
+
+def test_prompts_and_answers_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tags of chats and names of emoji are no markup."""
+    texts = {"checkpoint": "[b]yes[/b] :key:"}
+    print_generation({"prompt": "[INST] Is it? [/INST]", "texts": texts})
+    printed = capsys.readouterr().out
+    assert "[INST] Is it? [/INST]" in printed and texts["checkpoint"] in printed
 
 
 @pytest.mark.heavy

@@ -89,8 +89,8 @@ def test_shipped_files_are_small_and_packaged() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the shipped items are of Python 3.11's library")
-def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
+def test_the_script_makes_files_of_the_shipped_kind(tmp_path: Path) -> None:
+    """The items are of the standard library, and differ from one patch version of Python to the next."""
     subprocess.run([sys.executable, REPOSITORY / "examples" / "make_tasks.py", tmp_path], check=True, cwd=REPOSITORY)
     made = sorted(tmp_path.glob("*.jsonl"))
     assert len(made) == 3
@@ -99,6 +99,9 @@ def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
         own = [json.loads(line) for line in file.read_text().splitlines()]
         assert [set(item) for item in own] == [set(item) for item in wanted]
         assert len(own) == len(wanted)
+        common = sum(item in wanted for item in own) / len(own)
+        print(f"{file.name}: {common:.0%} of the shipped items")
+        assert common > 0.5 or sys.version_info[:2] != (3, 11)
 
 
 def test_a_checkpoint_in_our_own_format_is_called_by_the_harness_as_it_is(

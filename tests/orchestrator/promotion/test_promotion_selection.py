@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -10,7 +12,17 @@ from promotions import entry, trial
 
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.promotion import promote
-from orchestrator.promotion.state import PROMOTED, REFUSED, PromoteOutcome, PromotionEntry, PromotionState
+from orchestrator.promotion.gate import gate_settings
+from orchestrator.promotion.state import (
+    PENDING,
+    PROMOTED,
+    REFUSED,
+    BaselineModel,
+    PromoteOutcome,
+    PromotionEntry,
+    PromotionState,
+)
+from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.promotion.training import milestones
 from orchestrator.storage.paths import SearchFolder
 
@@ -70,6 +82,55 @@ def test_an_entry_of_an_earlier_version_is_read_and_written_unchanged(tmp_path: 
     (tmp_path / "promotion.json").write_text('{"candidates": {"t1": {"trial_id": "t1", "what": 1}}}')
     with pytest.raises(ConfigError, match="does not hold the state of a promotion: .*unknown what"):
         PromotionState.load(tmp_path / "promotion.json")
+
+
+def test_what_was_trained_longer_stays_unless_trials_are_named(config: SearchConfig) -> None:
+    """A search that is resumed after `promote ... promotion.steps=N` promotes nothing again."""
+    best, base = trial("a", "headfold", 2.2), trial("b", "gqa", 2.9)
+    state = PromotionState()
+    promote._add_entries(state, [best, base], [best], config, 1000)
+    assert {e.steps for e in (*state.candidates.values(), *state.baselines.values())} == {1000}
+    state.candidates["a"].status = PROMOTED
+    promote._add_entries(state, [best, base], None, config, 160)
+    assert (state.candidates["a"].steps, state.baselines["0.5"].steps, state.earlier) == (1000, 1000, [])
+    promote._add_entries(state, [best, base], [best], config, 160)
+    candidate, baseline = state.candidates["a"], state.baselines["0.5"]
+    assert (candidate.status, candidate.steps, baseline.steps) == (PENDING, 160, 160)
+    assert [e.steps for e in state.earlier] == [1000, 1000]
+
+
+def test_a_new_candidate_is_compared_with_a_baseline_of_as_many_steps(config: SearchConfig) -> None:
+    best, base, later = trial("a", "headfold", 2.2), trial("b", "gqa", 2.9), trial("c", "align", 2.1)
+    state = PromotionState()
+    promote._add_entries(state, [best, base], [best], config, 1000)
+    promote._add_entries(state, [best, base, later], None, config, 160)
+    assert (state.candidates["c"].steps, state.baselines["0.5"].steps) == (160, 160)
+
+
+def test_baselines_of_other_ratios_are_not_trained_again(config: SearchConfig) -> None:
+    trials = [trial("a", "headfold", 2.2), trial("b", "gqa", 2.9), trial("c", "headfold", 2.5, 0.25)]
+    trials.append(trial("d", "gqa", 3.0, 0.25))
+    state = PromotionState()
+    promote._add_entries(state, trials, [trials[0], trials[2]], config, 160)
+    promote._add_entries(state, trials, [trials[2]], config, 1000)
+    assert {key: e.steps for key, e in state.baselines.items()} == {"0.5": 160, "0.25": 1000}
+    assert {key: e.steps for key, e in state.candidates.items()} == {"a": 160, "c": 1000}
+
+
+def test_a_candidate_that_was_refused_for_want_of_a_baseline_is_checked_once_there_is_one(
+    folder: SearchFolder, config: SearchConfig
+) -> None:
+    refused, baseline = entry(folder), entry(folder, "base")
+    settings = gate_settings(config)
+    refused.status, refused.baseline, refused.gate_settings = REFUSED, None, settings
+    state = PromotionState({"a": refused})
+    session: Any = SimpleNamespace(config=config)
+    steps = PromotionSteps(session, state, {})
+    assert not steps._is_due(refused, settings)
+    state.baselines[f"{refused.kv_ratio:g}"] = baseline
+    assert steps._is_due(refused, settings)
+    refused.baseline = BaselineModel(baseline.trained.folder, 2.9, 4) if baseline.trained else None
+    assert not steps._is_due(refused, settings)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def training_of(
     config = parse_config(config.model_dump() | {"promotion": {"steps": 6, "evaluations": 2, **section}})
     candidate = Candidate(recipe("headfold"), 0.5, 1e-3)
     write_json(folder.trial("head") / "recipe.json", candidate.config())
-    rungs = [{"step": 4, "loss": 2.2, "checkpoint_path": str(saved), "data_position": 32} | (best or {})]
+    last = {"step": 4, "loss": 2.2, "checkpoint_path": str(saved), "data_position": 32, "tokens": 512}
+    rungs = [last | (best or {})]
     record = replace(trial("head", "headfold", 2.2), rungs=rungs)
     mlflow: Any = None
     return Training.of(record, 10, SearchSession(config, folder, context, mlflow, 1))
@@ -55,6 +56,7 @@ def test_a_promotion_resumes_from_the_trial_s_checkpoint_on_a_separate_schedule(
     assert training.run is not None
     job = training.run.job
     assert (job.start_step, job.milestones, job.resume_from) == (4, (7, 10), str(tmp_path))
+    assert job.start_tokens == 512, "those of the trial, whatever a step of the promotion takes"
     settings, first = job.settings, job.schedule_offset + job.start_step
     assert (first, job.schedule_steps) == (0, 6)
     rates = [settings.rate(first + done, job.schedule_steps) for done in range(6)]

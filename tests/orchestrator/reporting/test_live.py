@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,17 @@ def test_a_search_that_has_ended_or_was_killed_says_so(folder: SearchFolder) -> 
     view = live.read_status(folder, NOW)
     assert view.state == "interrupted"
     assert view.hours_left is None
+    write_journal(folder.root, [trial(1, 0.5, [3.0], records.DONE)])
+    assert live.read_status(folder, NOW).state == "interrupted", "in its promotion"
+
+
+def test_a_resumed_search_runs_and_counts_the_time_of_all_its_drivers(folder: SearchFolder) -> None:
+    write_journal(folder.root, [trial(1, 0.5, [3.0], records.DONE)])
+    resumed = (NOW - timedelta(seconds=30)).isoformat()
+    state = {"started": "2026-01-01T00:00:00+00:00", "seconds": 60.0, "resumed": resumed}
+    write_json(folder.state, state)
+    view = live.read_status(folder, NOW)
+    assert (view.state, view.seconds) == ("running", 90.0)
 
 
 def test_lines_come_only_when_something_has_changed(folder: SearchFolder) -> None:

@@ -114,6 +114,7 @@ def test_models_take_turns_with_the_same_prompts_and_medians_are_kept(
     [
         (["--engine", "ollama"], "engine must be one of"),
         (["--engine", "llama.cpp", "--tasks", "demo"], "leave out --tasks"),
+        (["--engine", "llama.cpp", "--sequence-length", "512"], "leave out --sequence-length"),
         (["--engine", "llama.cpp", "--context-lengths", "1024"], "got 1024"),
         (["--engine", "llama.cpp", "--speed-tokens", "1"], "at least 2 tokens to decode, got 1"),
         (["--engine", "llama.cpp", "--context-lengths", "64", "--speed-tokens", "64"], "no prompt in a context of 64"),

@@ -145,6 +145,30 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(address: str,
         assert trials_in(tmp_path / "b") == ["t0", "t1"]
 
 
+def test_a_folder_that_cannot_be_read_removes_nothing_at_the_address(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails is no reason to remove the copy of its files."""
+    search_in(tmp_path / "a", 2)
+    with driver(address, tmp_path / "a", seconds=60) as mirror:
+        scan = os.scandir
+
+        def failing(path: Any = ".") -> Any:
+            if Path(path).name == "t1":
+                raise PermissionError(13, "not now", str(path))
+            return scan(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", failing)
+            with pytest.raises(PermissionError):
+                mirror.push()
+        shutil.rmtree(tmp_path / "a" / "demo" / "trials" / "t0")
+        mirror.push()
+    with driver(address, tmp_path / "b"):
+        assert (tmp_path / "b" / "demo" / "trials" / "t1" / "weights").read_text() == "1"
+        assert not (tmp_path / "b" / "demo" / "trials" / "t0" / "weights").exists()
+
+
 def test_a_second_driver_with_a_separate_folder_is_refused(address: str, tmp_path: Path) -> None:
     with driver(address, tmp_path / "a", seconds=1.0) as mirror:
         search_in(tmp_path / "a", 1)

@@ -224,6 +224,7 @@ def test_two_searches_that_open_a_new_store_at_once_both_work(tmp_path: Path) ->
     [
         ("postgresql://me:pass@db:5432/x", "postgresql://***@db:5432/x"),
         ("postgresql+psycopg2://me:p@ss@db/x", "postgresql+psycopg2://***@db/x"),
+        ("postgresql://me:pa/ss@db/x", "postgresql://***@db/x"),
         ("https://token@host/path?a=b", "https://***@host/path?a=b"),
         ("sqlite:////tmp/mlflow.db", "sqlite:////tmp/mlflow.db"),
         ("mail me@home, see https://host/a@b", "mail me@home, see https://host/a@b"),

@@ -34,6 +34,9 @@ def test_what_is_missing_is_reported_before_a_search(nobody: None, monkeypatch: 
         without.setattr("orchestrator.tracking.wandb_trials.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="tracking.wandb: 'heads' needs wandb, which is not installed: pip"):
             check_wandb("heads")
+
+
+def test_a_missing_key_is_reported_before_a_search(nobody: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     with pytest.raises(ConfigError, match="no key was found: set WANDB_API_KEY"):
         check_wandb("heads")
@@ -47,7 +50,7 @@ def test_what_is_missing_is_reported_before_a_search(nobody: None, monkeypatch: 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_each_trial_is_a_run_of_the_project(tmp_path: Path, demo_dir: Path) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'headfold[wandb]'")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install '.[wandb]'")
     settings = [f"storage={tmp_path}", f"model.path={demo_dir}", "name=logged", "tracking.wandb=heads"]
     settings += ["search.recipes=[gqa, least_squares]", "search.kv_ratios=[0.25]", "search.search_space={}"]
     settings += [
