@@ -23,6 +23,7 @@ LONG = {"worker-pool", "estimates", "memory", "memory-limits", "moments", "real-
 LONG |= {"families", "fit-decay", "objectives"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in LONG)) for name in sorted(benchmarks())]
 )

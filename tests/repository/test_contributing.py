@@ -147,6 +147,7 @@ def test_every_example_is_on_the_page_and_used_here() -> None:
     assert names == USES.keys() and all(f"(examples/extending/{name})" in page for name in names)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", USES)
 def test_example_is_one_file_and_works(name: str, ran: dict[str, tuple[int, str]]) -> None:
     code, report = ran[name]

@@ -27,6 +27,7 @@ def _run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.extended
 def test_load_exported_runs_without_the_project(tmp_path: Path) -> None:
     done = _run(str(EXAMPLES / "load_exported.py"), str(DEMO), "--tokens", "8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ def llama(heads: int, stored: int, layers: int) -> tuple[Any, HeadGeometry]:
     return config, geometry_of(config)
 
 
-@pytest.mark.heavy
+@pytest.mark.extended
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("name", sorted(set(targets()) - {"phi"}))
 def test_every_plan_is_stored_at_its_own_bytes(name: str, counts: tuple[int, int, int]) -> None:
@@ -79,6 +79,7 @@ def test_what_each_target_holds_of_a_llama(name: str, own_counts: bool, own_uneq
     assert (form.own_counts, form.own_unequal, form.apart) == (own_counts, own_unequal, apart)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("name", sorted(targets()))
 def test_a_recipe_is_refused_where_its_plans_are(name: str, family: str) -> None:

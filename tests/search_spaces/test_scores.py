@@ -121,6 +121,7 @@ def slow_score(score: LayerOutputScore, partition: Partition) -> float:
     return -float((output(*after) - before).pow(2).sum() / before.pow(2).sum())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sides", [("key",), ("key", "value")])
 def test_thousands_of_iterations_stay_within_the_memory_bound(sides: tuple[str, ...], demo_context) -> None:
     """2,000 iterations meet hundreds of groups; eight are remembered, and the scores stay those from scratch."""

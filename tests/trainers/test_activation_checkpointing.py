@@ -140,6 +140,7 @@ def test_every_kind_of_converted_model(tiny_model: Any, ids: Tensor, plan: Atten
     assert_alike(convert(tiny_model("llama"), plan), ids, zero_stage=stage)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [extended(1), 3])
 def test_adapters(tiny_model: Any, ids: Tensor, stage: int) -> None:
     assert_alike(convert(tiny_model("llama"), UNEVEN), ids, zero_stage=stage, tuning="lora", lora_rank=4)

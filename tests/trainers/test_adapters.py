@@ -162,6 +162,7 @@ def test_only_adapters_have_optimiser_state(engine: Any, tiny_model: Any, ids: T
         assert sum(each["exp_avg"].numel() for each in state.values()) == adapter_sizes
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [

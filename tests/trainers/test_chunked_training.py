@@ -38,6 +38,7 @@ CASES = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("stage", "dtype", "more"), CASES)
 @pytest.mark.parametrize("tied", [False, extended(True)])
 def test_one_worker_trains_as_with_all_logits(

@@ -24,6 +24,7 @@ MAPS = (LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0,
 SETTINGS = Composition(static_base=True, window=6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [extended(0), 1, extended(2), 3])
 def test_trains_as_plain_torch_does(tiny_model: Any, tmp_path: Any, stage: int) -> None:
     """A retrofit from its identity start; afterwards it is saved, read back, and no longer the identity."""

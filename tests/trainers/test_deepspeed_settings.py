@@ -184,6 +184,7 @@ def test_a_training_checkpoint_knows_what_changes_its_files(engine: Any, tmp_pat
         engine(deepspeed={"zero_optimization": {"round_robin_gradients": True}}).load(tmp_path)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, extended(3)])
 def test_gradients_in_bfloat16_are_summed_in_float32(tiny_model: Any, stage: int) -> None:
     """Against the gradients of 64 passes of one sequence, as they are in bfloat16, summed in float64."""

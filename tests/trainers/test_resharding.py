@@ -126,6 +126,7 @@ def test_a_checkpoint_that_cannot_be_read_is_reported_by_all_workers(on_all: Any
     assert not list(tmp_path.glob(".checkpoint*"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("rows", "micro"), [extended(3, None), (5, 1), extended(7, 2)])
 def test_a_batch_that_does_not_divide_is_the_same_step(
     on_all: Any, model: Path, tmp_path: Path, rows: int, micro: int | None

@@ -62,6 +62,7 @@ def steps(rank: int, ids: Tensor, folder: Path, teacher: Path, split: bool, sett
         return losses, {name: tensor.numpy() for name, tensor in engine.weights().items()}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("family", "plan", "settings"),
     [

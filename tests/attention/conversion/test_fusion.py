@@ -525,6 +525,7 @@ def test_groups_that_are_none_are_refused(tiny_model: Tiny, tiny_tokens: Tensor)
 # ---- the demo checkpoint ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("width", "aligned_gain"), [extended(2, 0.8), (4, 0.8)])
 def test_the_order_on_the_demo_checkpoint(
     width: int,

@@ -63,6 +63,7 @@ def test_the_cost_of_an_error_by_hand() -> None:
     assert expected_cost(metric, errors) == pytest.approx((2 + 4 + 6) / 2 / 3)
 
 
+@pytest.mark.extended
 def test_a_small_error_costs_what_is_foretold(demo_model: PreTrainedModel, demo_tokens: Tensor) -> None:
     """KL of the demo model with noise of the shape of the output in one layer, within a factor of 1.6."""
     model = demo_model

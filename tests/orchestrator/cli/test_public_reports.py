@@ -197,6 +197,7 @@ def convert(folder: Path, *options: str, recipe: str = "gqa") -> Any:
     return run_in(folder, ["convert", "--model", "model", "--recipe", recipe, *options, *TEXTS])
 
 
+@pytest.mark.extended
 @of_report(1)
 def test_the_tokenizer_of_a_scaled_rope_loads_in_a_clean_process(number: int, folder: Path, tiny_model: Tiny) -> None:
     per_layer(tiny_model, folder, rope_parameters=ROPE)

@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 FEW, MANY = 20_000_000, 100_000_000
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_tasks_make_the_set_that_one_process_makes(
     ray_cluster: None, demo_dir: Path, demo_tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -178,7 +178,7 @@ def test_a_format_that_holds_all_heads_competes_without_a_conversion(task: Conve
     assert choice.combinations[0]["heads_loss_increase"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_result_is_measured_in_its_format_and_noted(demo_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     record: Any = Convert(

@@ -30,6 +30,7 @@ def texts(little_text: str) -> None:
     SMALL.update(calibration_data=little_text, eval_data=little_text)
 
 
+@pytest.mark.extended
 def test_one_calibration_and_one_measurement_for_all_ratios(
     tmp_path: Path, demo_dir: Path, little_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

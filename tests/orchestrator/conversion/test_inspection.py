@@ -40,7 +40,7 @@ def texts(little_text: str) -> None:
     SMALL.update(calibration_data=little_text, eval_data=little_text)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_report_of_the_demo_checkpoint(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def settings(name: str, text: str) -> dict[str, Any]:
     return {**SMALL, "calibration_data": text, "eval_data": text, "recipe_settings": knobs}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model", "name", "ratio", "heads", "query_heads"),
     [
@@ -93,6 +94,7 @@ def test_layers_of_one_two_and_three_heads(models: Any, tmp_path: Path, little_t
         assert record["padding"][target]["zero_query_heads"] == query_heads - 27
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("model", "name", "ratio"), [("24/8", "gqa", 0.4), ("9/3", "headfold_layers", 0.5)])
 def test_layer_by_layer_makes_the_same_plan(
     model: str, name: str, ratio: float, models: Any, tmp_path: Path, little_text: str

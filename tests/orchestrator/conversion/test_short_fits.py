@@ -100,8 +100,7 @@ def test_the_recipe_that_loses_least_is_taken(
     assert f"recipe: {better} loses least by a short fit" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.heavy
+@pytest.mark.extended
 def test_a_conversion_by_auto_is_that_of_the_recipe_that_it_takes(demo_dir: Path) -> None:
     short = {"overrides": {"refinement.fit_steps": 12}}
     result: Any = convert(demo_dir, **short).run()

@@ -57,7 +57,7 @@ def in_fp8(folder: Path) -> None:
     configure(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
 
 
-@pytest.mark.heavy
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["--no-layerwise", "--layerwise"])
 def test_a_gguf_file_is_converted_as_its_checkpoint_is(way: str, gguf: Path, model: Path, place: Path) -> None:
     for source, out in ((model, "one"), (gguf, "other")):
@@ -72,7 +72,7 @@ def test_a_gguf_file_is_converted_as_its_checkpoint_is(way: str, gguf: Path, mod
     assert checkpoint.note_of(place / "other")["original"]["base"] == "model.gguf"
 
 
-@pytest.mark.heavy
+@pytest.mark.extended
 def test_estimates_and_dry_runs_write_no_weights(gguf: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     requested = ("--model", gguf, "--recipe", "gqa", "--kv-ratio", 0.5, *FEW)
     assert run_here("estimate", *requested) == 0

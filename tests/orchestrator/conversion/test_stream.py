@@ -110,7 +110,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(("recipe", "changes"), RECIPES)
 def test_the_demo_checkpoint_comes_out_the_same(
     recipe: str, changes: dict[str, Any], demo_dir: Path, tmp_path: Path
@@ -134,6 +134,7 @@ MORE_FAMILIES = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("family", "how"),
     [
@@ -198,6 +199,7 @@ def test_the_result_is_bfloat16_shards_that_stock_transformers_loads(
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.extended
 def test_the_layer_and_what_is_done_with_it_are_shown(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +254,7 @@ def test_a_killed_conversion_resumes_at_the_layer_it_reached(
     assert "starting over" in output[-5]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("recipe", [extended("headfold"), "headfold_layers"])
 def test_a_plan_of_all_layers_is_that_of_the_whole_model_and_resumes_after_a_kill(
     recipe: str, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: Any

@@ -86,6 +86,7 @@ class Perfect(torch.nn.Module):
         return type("Output", (), {"logits": self.head(states)})()
 
 
+@pytest.mark.extended
 def test_who_finds_every_line_has_all_and_who_cannot_look_has_nothing(
     demo_tokenizer: PreTrainedTokenizerBase, texts: torch.Tensor, demo_model: PreTrainedModel
 ) -> None:

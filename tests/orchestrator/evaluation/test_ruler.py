@@ -122,6 +122,7 @@ def test_what_does_not_fit_or_is_unknown_is_refused_with_what_to_do(demo_tokeniz
         HarnessTasks(["ruler_qa_1"], demo_tokenizer, [512])
 
 
+@pytest.mark.extended
 def test_the_harness_runs_them_on_the_demo_checkpoint(
     demo_model: PreTrainedModel, demo_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def scores(demo_model: PreTrainedModel, demo_tokenizer: PreTrainedTokenizerBase)
     return HarnessTasks(["demo"]).scores(demo_model, demo_tokenizer)
 
 
+@pytest.mark.extended
 def test_the_demo_model_is_far_above_chance_on_every_shipped_task(scores: Scores) -> None:
     for name, metric, chance in CHANCES:
         assert scores[name]["items"] == 64
@@ -118,7 +119,7 @@ def test_a_checkpoint_in_our_own_format_is_called_by_the_harness_as_it_is(
     assert tasks.scores(back, demo_tokenizer) == tasks.scores(model, demo_tokenizer)
 
 
-@pytest.mark.heavy
+@pytest.mark.extended
 def test_the_verb_runs_a_folder_for_all_three_and_writes_it_down(
     write: Write, tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

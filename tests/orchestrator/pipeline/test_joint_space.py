@@ -36,7 +36,7 @@ def problem() -> SearchProblem:
     return SearchProblem(candidate_space(config, geometry), named, config.search.num_samples, config.search.seed)
 
 
-@pytest.mark.heavy
+@pytest.mark.extended
 def test_every_part_comes_up_and_nothing_impossible(problem: SearchProblem) -> None:
     rng, seen = np.random.default_rng(0), {}
     geometry = problem.space.joint.geometry

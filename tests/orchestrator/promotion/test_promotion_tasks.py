@@ -98,6 +98,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
 
 
+@pytest.mark.extended
 def test_scores_reach_mlflow_as_metrics_and_an_artifact(
     tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_scores_reach_mlflow_as_metrics_and_an_artifact(
     )  # the same weights
 
 
+@pytest.mark.extended
 def test_the_gate_refuses_a_drop_that_is_too_large(
     tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
 ) -> None:

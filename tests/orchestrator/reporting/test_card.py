@@ -240,6 +240,7 @@ def pushed(elsewhere: CommandProcess, half: Path) -> Callable[..., Any]:
     return lambda out, *more: elsewhere("export", half, "--target", "gqa", "--out", out, "--push", "me/quarter", *more)
 
 
+@pytest.mark.extended
 def test_a_dry_run_shows_files_and_sizes_and_asks_the_hub_nothing(pushed: Any, tmp_path: Path, hub: FakeHub) -> None:
     ran = pushed(tmp_path / "out")
     assert ran.returncode == 0, ran.stderr

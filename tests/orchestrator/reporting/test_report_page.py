@@ -153,7 +153,7 @@ def test_the_page_needs_nothing_from_elsewhere(folder: SearchFolder) -> None:
     assert page.count("<svg") == 4  # the front for a wide and for a narrow page
 
 
-@pytest.mark.heavy
+@pytest.mark.extended
 def test_many_trials_stay_below_the_limit(folder: SearchFolder) -> None:
     trials = [record(i, f"joint-{i:06}", 0.25 * (1 + i % 3), [7.0 - i / 100, 3.0, 2.5]) for i in range(400)]
     fill(folder, trials)

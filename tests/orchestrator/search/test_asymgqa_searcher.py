@@ -168,6 +168,7 @@ def test_failed_and_diverged_probes_are_rejected(demo_dir: Path) -> None:
         assert diverged._scores[config["plan"]] is None
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_resumed_at_every_call_it_makes_the_same_decisions(demo_dir: Path, parallel: int) -> None:
     """Trials that were under way when the driver was killed report to the searcher of the next one."""

@@ -170,6 +170,7 @@ def digest_of_draws(demo_dir: Path) -> str:
     return hashlib.sha256(json.dumps(runs).encode()).hexdigest()
 
 
+@pytest.mark.extended
 def test_the_same_seed_gives_the_same_suggestions_in_another_process(demo_dir: Path) -> None:
     """A process whose strings, for one, have other hashes."""
     module = "tests.orchestrator.search.test_searcher_contract"

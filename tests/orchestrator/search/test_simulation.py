@@ -57,7 +57,7 @@ def test_every_rule_of_the_comparison_spends_less_than_all_trials_to_the_end() -
         assert own.at(-1) == 0.0 and own.at(own.tokens[-1]) == own.volume[-1]
 
 
-@pytest.mark.heavy
+@pytest.mark.extended
 def test_the_front_rule_has_on_average_at_least_the_hypervolume_of_a_weighted_sum() -> None:
     """Over 20 orders of the recorded curves, and for less than half of the tokens (docs/scale.md)."""
     lines = {line.rule: line for line in compare([shuffled(seed) for seed in range(20)])}

@@ -50,6 +50,7 @@ def _measured(path: Path, original: Path, folder: Path, *options: str) -> dict[s
     return record
 
 
+@pytest.mark.extended
 def test_llama_cpp_is_timed_with_checkpoints_and_with_an_export(
     converted: Path, demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ def run_job(way: str, target: Path, overwrite: bool, root: Path) -> None:
         write_report(root / "s", target)
 
 
+@pytest.mark.extended
 @settings(derandomize=True, max_examples=250, deadline=None)
 @given(
     tree=st.lists(st.tuples(st.sampled_from(THINGS), PLACES), max_size=7),

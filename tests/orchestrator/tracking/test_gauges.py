@@ -58,6 +58,7 @@ class Worker:
         set_gauges(TrainJob("m", "t", "e", "/s/runs/demo/out", "/s/runs/demo/train", "t7", (1,)), values)
 
 
+@pytest.mark.extended
 def test_gauges_are_exported(ray_cluster: None) -> None:
     gauges.set_trial_gauges("demo", [RUNNING, DONE, DONE, FAILED], {0.5: 0.125, 0.25: 0.5})
     gauges.set_gauge(gauges.WAITS, True, search="demo")

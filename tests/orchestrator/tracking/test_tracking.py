@@ -210,7 +210,7 @@ print(Tracker.open(None, "first", sys.argv[1]).experiment_id)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_two_searches_that_open_a_new_store_at_once_both_work(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OPEN, str(tmp_path)]
     both = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"]
@@ -291,7 +291,7 @@ def test_an_error_is_reported_by_its_cause(text: str, message: str) -> None:
     assert message in last_error(text)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_server_takes_runs_artifacts_and_versions(tmp_path: Path, empty_store: Path) -> None:
     """A tracking server refuses bare local folders as a source: the checkpoint goes up as a run artifact."""
     with socket.socket() as probe:

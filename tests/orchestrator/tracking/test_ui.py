@@ -90,7 +90,7 @@ def shown(folder: SearchFolder, number: int = signal.SIGINT) -> Iterator[tuple[s
     assert tree and psutil.wait_procs(tree, timeout=20)[1] == []
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_page_shows_the_search_until_it_is_interrupted(folder: SearchFolder) -> None:
     tracker = Tracker.open(None, "mine", folder.storage)
     run_id = tracker.start("a run of mine")

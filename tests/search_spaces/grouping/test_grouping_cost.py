@@ -311,6 +311,7 @@ def twelve(context: PlanningContext, layer: int, side: str) -> KeyCost | ValueCo
     return {"key": KeyCost, "value": ValueCost}[side](joined, replace(statistics, mixed_moments=moments), geometry)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "equal_sizes"), [extended("table", False), ("pairs", True), extended("key", False), ("value", True)]
 )

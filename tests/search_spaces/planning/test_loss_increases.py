@@ -145,7 +145,7 @@ def demo_context(demo_dir: Path, demo_tokenizer: PreTrainedTokenizerBase) -> Pla
     return PlanningContext(geometry_of(model.config), lift(model), calibrate(model, tokens), model, tokens)
 
 
-@pytest.mark.heavy
+@pytest.mark.extended
 def test_estimates_follow_what_is_measured(demo_context: PlanningContext) -> None:
     """On the demo checkpoint, of single sites without a fit: ranked alike, and mostly within a factor of two."""
     context, geometry = demo_context, demo_context.geometry

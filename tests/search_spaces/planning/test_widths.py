@@ -35,6 +35,7 @@ def test_the_widest_heads_that_a_count_makes(count: int) -> None:
     assert plan.kv_heads == 2 * 2 * count
 
 
+@pytest.mark.extended
 def test_no_head_is_wider_than_kernels_take() -> None:
     """Heads of 128: two side by side make 256, so that four of them are two groups."""
     context = random_context(8, 8, 1, dim=128, width=16)

@@ -63,6 +63,7 @@ def killed_before_step(job: TrainJob, step: int, monkeypatch: pytest.MonkeyPatch
         run_job(job, Alone())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("step", range(1, 9))
 def test_killed_at_any_step_it_loses_the_steps_between_two_checkpoints_at_most(
     make: Callable[..., TrainJob], whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: int

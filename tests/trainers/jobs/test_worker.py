@@ -70,6 +70,7 @@ def other(job: TrainJob, name: str, **changes: Any) -> TrainJob:
     return replace(job, run_name=name, out_dir=str(Path(job.out_dir).parent.parent / name / "out"), **changes)
 
 
+@pytest.mark.extended
 def test_with_its_run_a_job_s_processes_end(whole: dict[str, Any], others: set[str]) -> None:
     deadline = time.monotonic() + 60
     while remaining := controllers() - others:
@@ -135,7 +136,7 @@ def test_a_finished_run_is_not_done_again(job: TrainJob, whole: dict[str, Any], 
         assert again[name] == whole[name], name
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_later_job_carries_on_where_an_earlier_one_stopped(
     job: TrainJob, whole: dict[str, Any], on_group: Any
 ) -> None:

@@ -60,6 +60,7 @@ def test_an_unknown_name_is_refused() -> None:
         resolve("synthetic:induction")
 
 
+@pytest.mark.extended
 def test_the_example_tokenizer_has_every_word_and_a_model_can_answer(words: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(words)
     ids = {word: index for index, word in enumerate(vocabulary())}
