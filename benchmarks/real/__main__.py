@@ -12,10 +12,12 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+from attention.base.timing import duration
 from benchmarks.real import figure
 from benchmarks.real.page import CORE, PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Unavailable, Workspace
@@ -93,6 +95,16 @@ def shared_records(file: Path | None, card: dict[str, str]) -> Records | None:
         return None
 
 
+def time_on_the_page(names: Sequence[str]) -> str:
+    """Say how long parts took when docs/real.md was measured."""
+    parts = Records.read(RECORDS).parts if RECORDS.exists() else {}
+    times = {name: parts[name]["seconds"] for name in names if name in parts and parts[name]["seconds"] >= 1}
+    longest = sorted(times, key=lambda name: -times[name])[:3]
+    words = ", ".join(f"{name} {duration(times[name])}" for name in longest)
+    whole = f"{len(names)} part{'s' * (len(names) != 1)}"
+    return f"{whole}, {duration(sum(times.values()))} when the page was measured ({words})" if times else whole
+
+
 def write_page(records: Records) -> tuple[Path, Path]:
     """Write docs/real.md and its picture, and return their files."""
     PAGE.write_text(page(records), encoding="utf-8")
@@ -118,6 +130,8 @@ def main(words: list[str] | None = None) -> int:
     chosen = TITLES if arguments.all else arguments.only or CORE
     names = [name for name in TITLES if name in chosen]
     missing = [name for name in names if name in arguments.again or not records.is_done(name)]
+    if missing and not arguments.quick:
+        print(f"real: {time_on_the_page(missing)}", file=sys.stderr, flush=True)
     for number, name in enumerate(missing, 1):
         print(f"real: {name}: {TITLES[name]} ({number} of {len(missing)})", file=sys.stderr, flush=True)
         part = measure(name, work)
