@@ -260,9 +260,8 @@ def _save_start(
     if not {"started", "tracking"} <= set(state):
         command = redact(shlex.join(["headfold", *sys.argv[1:]]))
         state = {"started": _iso(folder.started or time.time()), "command": command}
-    else:
-        state = {**state, "resumed": _iso(time.time())}
-        state.pop("ended", None)
+    for key in ("ended", "resumed"):
+        state.pop(key, None)
     write_json(folder.state, {**state, "tracking": address})
     print(f"search   {folder.root}")
     print(f"MLflow   {address}")
@@ -336,6 +335,9 @@ def _run_to_end(
     started = time.time()
     status = records.FAILED
     ended = {}
+    state = read_json(folder.state)
+    if "seconds" in state:
+        write_json(folder.state, state | {"resumed": _iso(started)})
     try:
         with report_waiting(
             config, folder, mlflow, partial(_search_run, config, folder, records.RUNNING)

@@ -40,8 +40,17 @@ def mixed_dtype(mixed: Mixed) -> torch.dtype:
     return torch.bfloat16 if mixed == "bfloat16" else torch.float32
 
 
-def layer_bytes(geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32") -> int:
-    """Return the bytes of the statistics of one layer over `tokens` tokens."""
+def layer_bytes(
+    geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32", length: int = 0
+) -> int:
+    """Return the bytes of the statistics of one layer over `tokens` tokens.
+
+    Args:
+        geometry: That of the checkpoint.
+        tokens: Calibration tokens.
+        mixed: How the mixed moments are stored.
+        length: Tokens of a sequence, where they may be more than `SAMPLE_TOKENS`.
+    """
     wide = geometry.hidden_size + 1
     moments = (
         8 * wide**2
@@ -49,15 +58,15 @@ def layer_bytes(geometry: HeadGeometry, tokens: int, mixed: Mixed = "float32") -
     )
     queries = 8 * geometry.num_heads * geometry.head_dim**2
     inputs = 4 * geometry.hidden_size
-    return moments + queries + inputs * min(tokens, SAMPLE_TOKENS)
+    return moments + queries + inputs * min(tokens, stored_tokens(length))
 
 
-def most_exact(geometry: HeadGeometry, tokens: int, limit: float) -> Mixed:
+def most_exact(geometry: HeadGeometry, tokens: int, limit: float, length: int = 0) -> Mixed:
     """Return the most exact way to store the mixed moments within `limit` bytes for all layers.
 
     The smallest is returned if none fits.
     """
     for mixed in MIXED:
-        if geometry.num_layers * layer_bytes(geometry, tokens, mixed) <= limit:
+        if geometry.num_layers * layer_bytes(geometry, tokens, mixed, length) <= limit:
             return mixed
     return MIXED[-1]

@@ -188,9 +188,9 @@ def _write(
     report = replace(report, model_type=kind, max_logit_difference=difference, max_logit=largest)
     if not math.isfinite(difference):
         raise ValueError(
-            f"the exported logits must be finite numbers, and some are not; the source's weights "
-            f"have no finite numbers there, or some too large for {report.dtype}: choose another "
-            "dtype; nothing was written"
+            f"the exported logits must be finite numbers, and some are not: the source's weights "
+            f"contain infinite or undefined numbers, or numbers too large for {report.dtype}; "
+            "choose another dtype; nothing was written"
         )
     if report.exact and difference > tolerance(DTYPES[report.dtype], folded) * max(largest, 1.0):
         raise ValueError(

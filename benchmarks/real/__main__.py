@@ -32,7 +32,11 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make real", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, help="where all is put; 6 GB, in the search 25 GB (default: runs/real)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where all is put; 6 GB, in the search 25 GB (default: runs/real, with --quick runs/real-quick)",
+    )
     parser.add_argument("--records", type=Path, help="records to add to (default: those of the page)")
     parser.add_argument("--all", action="store_true", help="all parts, also those that compare for hours")
     parser.add_argument("--only", action="append", choices=names, help="a part to run; repeatable")
@@ -96,7 +100,7 @@ def shared_records(file: Path | None, card: dict[str, str]) -> Records | None:
 
 
 def time_on_the_page(names: Sequence[str]) -> str:
-    """Say how long parts took when docs/real.md was measured."""
+    """Return the number of parts, and how long they took when docs/real.md was measured, if that is known."""
     parts = Records.read(RECORDS).parts if RECORDS.exists() else {}
     times = {name: parts[name]["seconds"] for name in names if name in parts and parts[name]["seconds"] >= 1}
     longest = sorted(times, key=lambda name: -times[name])[:3]

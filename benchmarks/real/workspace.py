@@ -101,7 +101,7 @@ class Workspace:
         record = self.folder / f"{name}.json"
         finished = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
         request = [argument for argument in arguments if argument != "--resume"]
-        if finished.get("arguments") != request:
+        if not finished or finished.get("arguments", request) != request:
             unfinished = self.folder / f"{name}.unfinished.json"
             words = [*arguments, "--json", unfinished.name]
             print(f"$ {shlex.join(['headfold', *words])}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass
@@ -318,8 +319,8 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     @staticmethod
     def quoted(text: str) -> str:
         """Return any text as a YAML string."""
-        return (
-            text
-            if re.fullmatch(r"[\w./-]+", text) and yaml.safe_load(text) == text
-            else "'" + text.replace("'", "''") + "'"
-        )
+        if re.fullmatch(r"[\w./-]+", text):
+            with contextlib.suppress(ValueError, yaml.YAMLError):
+                if yaml.safe_load(text) == text:
+                    return text
+        return "'" + text.replace("'", "''") + "'"

@@ -211,7 +211,8 @@ def checkpoint_calibration(
         if (stored := stored_calibration(*folder(way))) is not None:
             return stored
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
-    mixed = mixed or choose_mixed(geometry, sequences.numel(), shutil.disk_usage(cache_dir).free)
+    free = shutil.disk_usage(cache_dir).free
+    mixed = mixed or choose_mixed(geometry, sequences.numel(), free, sequences.shape[1])
     task = CalibrationPass(opened, dtype, device, mixed)
     sampled = min(sample_tokens // sequences.shape[1], len(sequences))
     path, digest = folder(mixed)
@@ -231,7 +232,8 @@ def checkpoint_calibration(
 def is_shared(model: Checkpoint, sequences: Tensor) -> bool:
     """Return whether a pass over `sequences` is worth several processes, and can have them."""
     geometry = model.geometry
-    if geometry.num_layers * layer_bytes(geometry, sequences.numel()) < SHARED_BYTES:
+    size = layer_bytes(geometry, sequences.numel(), length=sequences.shape[1])
+    if geometry.num_layers * size < SHARED_BYTES:
         return False
     try:
         check_windows(model.config)
@@ -247,14 +249,16 @@ def _counted(layers: Iterable[_T], progress: ProgressStage) -> Iterator[_T]:
         progress.step()
 
 
-def choose_mixed(geometry: HeadGeometry, tokens: int, free: float) -> Mixed:
+def choose_mixed(geometry: HeadGeometry, tokens: int, free: float, length: int = 0) -> Mixed:
     """Return how to store the mixed moments where so many bytes of disk or memory are free.
+
+    `length` is that of a sequence.
 
     Large statistics are reported in a line on stderr.
     """
-    mixed = most_exact(geometry, tokens, FREE_SHARE * (free or math.inf))
-    exact = geometry.num_layers * layer_bytes(geometry, tokens, MIXED[0])
-    stored = geometry.num_layers * layer_bytes(geometry, tokens, mixed)
+    mixed = most_exact(geometry, tokens, FREE_SHARE * (free or math.inf), length)
+    exact = geometry.num_layers * layer_bytes(geometry, tokens, MIXED[0], length)
+    stored = geometry.num_layers * layer_bytes(geometry, tokens, mixed, length)
     if exact >= SHARED_BYTES:
         print(
             f"calibration: mixed moments kept as {mixed}, {stored / 2**30:.1f} GiB in all (exact "

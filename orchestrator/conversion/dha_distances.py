@@ -87,6 +87,8 @@ class SearchPhase:
         weights = checkpoint.weights_digest(self.model, cache) if local else self.model
         text = Path(self.train_file).name
         parts = [weights, text, self.settings, self.steps, self.rate, self.seed]
+        if self.settings.get("document_mask") or self.settings.get("assistant_only_loss"):
+            parts.append("masked")  # files of earlier versions were measured without
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
         return Path(cache) / f"fusion-distances-{digest}.safetensors"
 

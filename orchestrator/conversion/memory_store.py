@@ -186,7 +186,8 @@ def _calibration(
             dtype=request.dtype,
             device=request.device,
         )
-    mixed = choose_mixed(request.geometry, sampled and sequences.numel(), available_bytes())
+    tokens = sampled and sequences.numel()
+    mixed = choose_mixed(request.geometry, tokens, available_bytes(), sequences.shape[1])
     return calibrate(original, sequences, sample_tokens=sampled, mixed=mixed)
 
 

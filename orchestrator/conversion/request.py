@@ -26,6 +26,7 @@ from attention.ratios import (
     UNITS,
     amount,
     ceiling_note,
+    own_bytes,
     own_cache,
     own_heads,
     ratio_of,
@@ -158,9 +159,13 @@ def _ratios_of_bytes(
     def share(part: str) -> float:
         size = re.fullmatch(r"([0-9.]+) ?(B|KiB|MiB|)", part)
         if size is None or (not size[2] and float(size[1]) <= 1):
-            return parse_share(part)
-        ratio = ratio_of_bytes(float(size[1]) * BYTES_OF[size[2]], geometry, dtype)
-        if ratio <= 0 < float(size[1]):
+            if not geometry.other_layers:
+                return parse_share(part)
+            number = parse_share(part) * own_bytes(geometry, dtype)
+        else:
+            number = float(size[1]) * BYTES_OF[size[2]]
+        ratio = ratio_of_bytes(number, geometry, dtype)
+        if ratio <= 0 < number:
             raise ConfigError(
                 f"kv_bytes: got {part!r}, and the layers that are not converted take more; "
                 f"{own_cache(geometry, dtype)}: give more"

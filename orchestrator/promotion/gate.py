@@ -280,7 +280,8 @@ class _Gate:
             return
         if entry.baseline is None or entry.baseline.loss is None:
             self.reasons.append(
-                f"there is no baseline {baseline} at this KV ratio to compare it with"
+                f"there is no baseline {baseline} of as many steps at this KV ratio to compare it "
+                "with"
             )
             return
         if loss is None or not math.isfinite(loss):

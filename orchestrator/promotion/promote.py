@@ -137,11 +137,11 @@ def rehearse_promotion(
     total = config.rungs.steps[-1] + config.promotion.steps
     _add_entries(state, load_trials(folder.root), chosen, config, total)
     entries = (*state.candidates.values(), *state.baselines.values())
-    trainings = len({entry.trial_id for entry in entries if entry.status == PENDING})
+    pending = {entry.trial_id: entry.steps for entry in entries if entry.status == PENDING}
     settings = config.promotion_train
     length = config.data.sequence_length
-    steps = config.promotion.steps
-    tokens = trainings * steps * settings.batch_size * length
+    steps = sum(pending.values()) - len(pending) * config.rungs.steps[-1]
+    tokens = steps * settings.batch_size * length
     inputs = prepared.setup.inputs
     known_rate = config.resources.tokens_per_second
     rate, source = training_rate(inputs.model, settings, length, inputs.size, known_rate)
@@ -154,7 +154,7 @@ def rehearse_promotion(
     return {
         "promote": ", ".join(f"{trial.trial_id} ({trial.name})" for trial in chosen),
         "trainings": (
-            f"{trainings} not begun yet, the baseline's included, of {steps} steps: "
+            f"{len(pending)} not finished yet, the baseline's included: {steps:,} steps, "
             f"{compact(tokens)} tokens"
         ),
         "rate": source,

@@ -298,8 +298,11 @@ class PromotionSteps:
 
     def _trained_baseline(self, entry: PromotionEntry) -> TrainedModel | None:
         """Return the baseline that was trained for as many steps as a candidate, if it is there."""
-        baseline = self.state.baselines.get(f"{entry.kv_ratio:g}")
-        return None if baseline is None or baseline.steps != entry.steps else baseline.trained
+        goal = (BASELINE, entry.kv_ratio, entry.steps)
+        for other in (*self.state.baselines.values(), *reversed(self.state.earlier)):
+            if (other.role, other.kv_ratio, other.steps) == goal and other.trained is not None:
+                return other.trained
+        return None
 
     def _is_due(self, entry: PromotionEntry, settings: Mapping[str, Any]) -> bool:
         """Return whether a candidate is to be checked, perhaps again."""

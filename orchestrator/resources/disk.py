@@ -83,7 +83,8 @@ class Storage:
         folder = folder or storage_path(inputs.config.storage)
         free = disk_free(folder)
         tokens = inputs.config.data.calibration.tokens
-        mixed = most_exact(inputs.geometry, tokens, FREE_SHARE * free)
+        geometry, length = inputs.geometry, inputs.config.data.sequence_length
+        mixed = most_exact(geometry, tokens, FREE_SHARE * free, length)
         return cls(
             inputs=inputs,
             trials=max(1, trials),
@@ -91,7 +92,7 @@ class Storage:
             folder=folder,
             free=free,
             mixed=mixed,
-            statistics=inputs.geometry.num_layers * layer_bytes(inputs.geometry, tokens, mixed),
+            statistics=geometry.num_layers * layer_bytes(geometry, tokens, mixed, length),
         )
 
     @property

@@ -148,7 +148,7 @@ class Conversion:
         """Bytes of one layer's statistics."""
         if "statistics" not in self.recipe.needs:
             return 0
-        return layer_bytes(self.geometry, self.sampled_tokens, self.mixed)
+        return layer_bytes(self.geometry, self.sampled_tokens, self.mixed, self.sequence_length)
 
     @property
     def sampled_tokens(self) -> int:

@@ -22,22 +22,24 @@ from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.storage.json_files import read_json
 from trainers.jobs.train_job import TrainJob
 
-# Fields of a job that say where it runs and writes
-_LOCATIONS = (
+# Fields of a job that say where it runs and writes, and what it counts
+_WITHOUT_EFFECT = (
     "model_dir", "out_dir", "storage_path", "run_name", "accelerator_type", "placement_strategy",
-    "checkpoint_address",
+    "checkpoint_address", "start_tokens",
 )  # fmt: skip
 
 
 def work_digest(job: TrainJob, folder: Path) -> str:
     """Return a digest that is equal for trainings that would produce the same weights.
 
-    It covers the job, except folders and nodes, and the weights in the trial's folder at its start
-    (`converted`; with a relaxation `start` too).
+    It covers the job, except folders, nodes and counts, and the weights in the trial's folder at
+    its start (`converted`; with a relaxation `start` too).
     """
     job = replace(job, checkpoint_minutes=None, checkpoint_steps=None)  # when, and not what
     record = {
-        name: value for name, value in json.loads(job.to_json()).items() if name not in _LOCATIONS
+        name: value
+        for name, value in json.loads(job.to_json()).items()
+        if name not in _WITHOUT_EFFECT
     }
     record["settings"] = job.settings.identity()
     if job.relaxation is not None and job.relaxation.settings is not None:

@@ -20,10 +20,19 @@ WANTED = {"walk", "grouping", "calibration", "conversion", "decode-layer", "deco
 
 # Clusters, processes, calibrations, models that are trained first
 LONG = {"worker-pool", "estimates", "memory", "memory-limits", "moments", "real-width", "texts"}
-LONG |= {"families", "fit-decay", "objectives"}
+LONG |= {
+    "families",
+    "fit-decay",
+    "objectives",
+    "cache_formats",
+    "combinations",
+    "planning",
+    "pruning",
+    "rivals",
+    "start",
+}
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in LONG)) for name in sorted(benchmarks())]
 )

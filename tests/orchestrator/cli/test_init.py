@@ -38,7 +38,7 @@ def demo_geometry(demo_dir: Path) -> HeadGeometry:
     return geometry_of(checkpoint.load_config(demo_dir))
 
 
-@pytest.mark.parametrize("name", ["2024", "null", "1e3", "-x", "out/3", "it's"])
+@pytest.mark.parametrize("name", ["2024", "2024-31-12", "0x_", "null", "1e3", "-x", "out/3", "it's"])
 def test_a_name_stays_a_name_in_yaml(name: str) -> None:
     assert read_yaml(f"name: {FirstConfig.quoted(name)}") == {"name": name}
 

@@ -14,6 +14,7 @@ from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.promotion import promote
 from orchestrator.promotion.gate import gate_settings
 from orchestrator.promotion.state import (
+    BASELINE,
     PENDING,
     PROMOTED,
     REFUSED,
@@ -121,6 +122,7 @@ def test_a_candidate_that_was_refused_for_want_of_a_baseline_is_checked_once_the
     folder: SearchFolder, config: SearchConfig
 ) -> None:
     refused, baseline = entry(folder), entry(folder, "base")
+    baseline.role = BASELINE
     settings = gate_settings(config)
     refused.status, refused.baseline, refused.gate_settings = REFUSED, None, settings
     state = PromotionState({"a": refused})
@@ -129,6 +131,8 @@ def test_a_candidate_that_was_refused_for_want_of_a_baseline_is_checked_once_the
     assert not steps._is_due(refused, settings)
     state.baselines[f"{refused.kv_ratio:g}"] = baseline
     assert steps._is_due(refused, settings)
+    state.baselines, state.earlier = {}, [baseline]
+    assert steps._is_due(refused, settings), "one that a longer promotion has replaced"
     refused.baseline = BaselineModel(baseline.trained.folder, 2.9, 4) if baseline.trained else None
     assert not steps._is_due(refused, settings)
 
