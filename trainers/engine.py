@@ -18,7 +18,6 @@ from trainers.adapters import add_adapters
 from trainers.deepspeed_config import ADAM_BYTES, DECAY, LAYOUT, config_of, layout_of
 from trainers.freezing import freeze_all_but_keys_and_values
 from trainers.loop import LossFunction, ParameterGroup
-from trainers.out_of_memory import free_memory
 from trainers.recomputation import compile_layers, recompute
 from trainers.settings import TrainSettings
 
@@ -28,7 +27,7 @@ _OF_SETTINGS = (SCALE, "weight_decay", "betas")
 """Options of the optimiser's groups that a checkpoint does not change."""
 
 
-class TrainEngine:
+class TrainEngine(zero.EngineOwner):
     """DeepSpeed's engine behind five verbs. All workers must make every call together.
 
     `total_steps` fixes the learning-rate schedule; step 0 is at `schedule_offset` of it, for a
@@ -78,7 +77,7 @@ class TrainEngine:
             freeze_all_but_keys_and_values(cast(Any, model))
         if settings.compile:
             compile_layers(cast(Any, model))
-        self._engine: Any = zero.initialize(
+        self._engine = zero.initialize(
             model,
             config_of(settings),
             _parameter_groups(model, settings, groups, decay_everything=decay_everything),
@@ -249,15 +248,6 @@ class TrainEngine:
     def weights(self) -> dict[str, Tensor]:
         """All `tensors` at once, on rank 0; an empty dict on the others."""
         return dict(self.tensors())
-
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._engine is None:
-            return
-        engine, self._engine = self._engine, None
-        zero.close(engine)
-        del engine
-        free_memory()
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

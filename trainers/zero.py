@@ -227,7 +227,22 @@ def restore_counts(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = step.clone()
 
 
-class SplitModel:
+class EngineOwner:
+    """An object with an engine of DeepSpeed, `_engine`, and the only one that refers to it."""
+
+    _engine: Any = None
+
+    def close(self) -> None:
+        """Give the memory of the engine back."""
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        _release(engine)
+        del engine  # or `free_memory` would find it in use
+        free_memory()
+
+
+class SplitModel(EngineOwner):
     """A model of which every worker holds its part and that is not trained.
 
     A teacher with ZeRO 3.
@@ -236,7 +251,7 @@ class SplitModel:
     def __init__(self, folder: str | Path, settings: TrainSettings) -> None:
         model = load_trainable(folder, settings).requires_grad_(False)
         config = {key: value for key, value in config_of(settings).items() if key != "optimizer"}
-        self._engine: Any = initialize(model, config)
+        self._engine = initialize(model, config)
         self._engine.eval()
 
     @property
@@ -244,21 +259,9 @@ class SplitModel:
         """All workers must run each forward pass together."""
         return self._engine.module
 
-    def close(self) -> None:
-        """Release the engine."""
-        if self._engine is None:
-            return
-        engine, self._engine = self._engine, None
-        close(engine)
-        del engine
-        free_memory()
 
-
-def close(engine: Any) -> None:
-    """Let go of an engine; `free_memory` gives its memory back once the caller has none of it.
-
-    Its model may live on: what leads from there to the engine and its optimiser is removed [0.19].
-    """
+def _release(engine: Any) -> None:
+    """Remove what leads to an engine and its optimiser from its model, which may live on [0.19]."""
     model = engine.module
     _forget(model)
     engine.destroy()

@@ -288,6 +288,13 @@ class SearchConfig(Section):
         return parse_section(TrainSettings, merged, where="promotion.train")
 
     @property
+    def promotion_source(self) -> str:
+        """The source of a promotion's training text."""
+        if self.promotion.data is None:
+            return self.data.section("train")[0]
+        return self.promotion.data.source or self.data.source
+
+    @property
     def promotion_shape(self) -> Shape:
         """The workers of a promotion. Raises ConfigError."""
         overrides, general = self.promotion.resources, self.resources

@@ -60,9 +60,8 @@ def lineage_of(
     source, train_file = config.data.section("train")[0], context.train_file
     # The position of weights of the promotion is in its text
     promoted = trained is not None and (trained.step or 0) > trial.step
-    if promoted and config.promotion.data is not None and context.promotion_file is not None:
-        source = config.promotion.data.source or config.data.source
-        train_file = context.promotion_file
+    if promoted and context.promotion_file is not None:
+        source, train_file = config.promotion_source, context.promotion_file
     return {
         "model": {
             "path": original["model"],

@@ -56,7 +56,7 @@ class SearchTexts:
             split: (split, *config.data.section(split)) for split in SPLITS
         }
         if (fresh := config.promotion.data) is not None:
-            texts[_PROMOTION] = "train", fresh.source or config.data.source, fresh.tokens
+            texts[_PROMOTION] = "train", config.promotion_source, fresh.tokens
         for name, (split, source, tokens) in texts.items():
             with _named(name, source):
                 cuts[name] = TextCut(source, split, tokens, length, config.search.seed, field)

@@ -106,8 +106,8 @@ def datasets_of(
     for split, file in files.items():
         if is_complete(file):
             source = config.data.section(split)[0]
-            if promotion and split == "train" and config.promotion.data is not None:
-                source = config.promotion.data.source or config.data.source
+            if promotion and split == "train":
+                source = config.promotion_source
             datasets.append(dataset_of(split, source, file))
     return datasets
 
