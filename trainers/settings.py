@@ -317,6 +317,11 @@ class TrainSettings(StrictModel):
         return self.model_copy(update={"num_workers": workers, "min_workers": None})
 
     @property
+    def threads(self) -> int:
+        """Threads of a worker on the CPU: its CPUs rounded, so that 1.9 of two cores are both."""
+        return max(1, round(self.cpus_per_worker))
+
+    @property
     def shape(self) -> Shape:
         device = self.device_with(self.gpus_per_worker)
         fewest = self.min_workers

@@ -17,9 +17,11 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+import torch
+
 from attention.base.timing import duration
 from benchmarks.real import figure
-from benchmarks.real.page import CORE, PAGE, RECORDS, TITLES, page
+from benchmarks.real.page import CORE, GPU_RECORDS, PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Unavailable, Workspace
 from benchmarks.records import PartRecord, Records, RecordsError, Status
 from benchmarks.report import commit, versions
@@ -84,7 +86,7 @@ def measure(name: str, work: Workspace) -> PartRecord:
     return PartRecord(status=status, reason=reason, seconds=seconds, rows=rows, **run)
 
 
-def shared_records(file: Path | None, card: dict[str, str]) -> Records | None:
+def shared_records(file: Path | None, card: dict[str, str], gpu: bool) -> Records | None:
     """Return the records to which the folder's are added: `file`, or those of the page if of such a machine.
 
     Raises:
@@ -93,7 +95,7 @@ def shared_records(file: Path | None, card: dict[str, str]) -> Records | None:
     if file is not None:
         return Records.open(file.absolute(), card)
     try:
-        return Records.open(RECORDS, card)
+        return Records.open(GPU_RECORDS if gpu else RECORDS, card)
     except RecordsError:
         print(f"real: docs/real.md is of another machine than {card['device']}, and is not written", file=sys.stderr)
         return None
@@ -109,25 +111,28 @@ def time_on_the_page(names: Sequence[str]) -> str:
     return f"{whole}, {duration(sum(times.values()))} when the page was measured ({words})" if times else whole
 
 
-def write_page(records: Records) -> tuple[Path, Path]:
-    """Write docs/real.md and its picture, and return their files."""
-    PAGE.write_text(page(records), encoding="utf-8")
+def write_page() -> tuple[Path, Path]:
+    """Write docs/real.md and its picture from the records, and return their files."""
+    records = Records.read(RECORDS)
+    PAGE.write_text(page(records, Records.read(GPU_RECORDS) if GPU_RECORDS.exists() else None), encoding="utf-8")
     return PAGE, figure.write(records)
 
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse(words)
     if arguments.page:
-        for file in write_page(Records.read(RECORDS)):
+        for file in write_page():
             print(f"real: {file.relative_to(ROOT)}")
         return 0
     folder = (arguments.folder or ROOT / "runs" / ("real-quick" if arguments.quick else "real")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    card = {"device": f"{os.cpu_count()} CPU cores", "software": versions()}
-    work = Workspace(folder, arguments.quick, source(arguments.text), source(arguments.calibration_text))
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    card = {"device": gpu or f"{os.cpu_count()} CPU cores", "software": versions()}
+    texts = source(arguments.text), source(arguments.calibration_text)
+    work = Workspace(folder, arguments.quick, *texts, gpu=gpu is not None)
     try:
         records = Records.open(folder / "records.json", card)
-        shared = None if arguments.quick else shared_records(arguments.records, card)
+        shared = None if arguments.quick else shared_records(arguments.records, card, work.gpu)
     except RecordsError as error:
         print(f"make real: {error}", file=sys.stderr)
         return 2
@@ -143,8 +148,8 @@ def main(words: list[str] | None = None) -> int:
         # What is not possible here does not replace what was measured elsewhere
         if shared is not None and (part["status"] == "done" or not shared.is_done(name)):
             shared.add(name, part)
-            if shared.file == RECORDS:
-                write_page(shared)
+            if shared.file in (RECORDS, GPU_RECORDS) and RECORDS.exists():
+                write_page()
     for name in names:
         part = records.parts[name]
         print(f"real: {name:16} {part['status']} {part['reason']}".rstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attention.base.timing import duration
@@ -10,6 +11,8 @@ from benchmarks.records import PartRecord, Records, ended, sections
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "real.md"
 RECORDS = Path(__file__).resolve().parent / "records.json"
+GPU_RECORDS = Path(__file__).resolve().parent / "records-gpu.json"
+"""Of the same commands on a machine with a GPU."""
 TITLES = {
     "fetch": "The model",
     "defaults": "A size and nothing else",
@@ -31,6 +34,7 @@ TITLES = {
     "other_formats": "Cache formats on the other text",
     "finetune": "Half of the heads, and forty steps",
     "search": "A search with a short distillation",
+    "promotion": "A promotion",
 }
 """Titles of the parts of `benchmarks.real.parts`, in the order in which they run."""
 CORE = (
@@ -52,7 +56,7 @@ ABOUT = {
     "defaults": "`headfold convert --model FILE --kv-ratio 0.5 --out half`, then `headfold export half --target gguf "
     "--check --out half-gguf`: 16,384 tokens of the built-in text in sequences of 2,048.",
     "inspect": "What each layer loses with fewer KV heads, as a page with figures.",
-    "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-format`); bytes relative to the "
+    "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-types`); bytes relative to the "
     "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; with two "
     "names the first is the keys' format and the second the values'.",
     "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence compared with the original.",
@@ -71,6 +75,8 @@ ABOUT = {
     "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
     "towards the original's predictions. *stopped*: stopped early by the scheduler; *copy*: the same model as that of "
     "an earlier trial, whose result it takes.",
+    "promotion": "The same with two recipes at one size: the better one is promoted, which trains it and the baseline "
+    "further, compares both on other text, registers the model, and exports it.",
 }
 HEAD = """# A public model: SmolLM2-135M-Instruct
 
@@ -79,7 +85,7 @@ HEAD = """# A public model: SmolLM2-135M-Instruct
 [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) is small, but real: 30 layers, 9
 query heads on 3 KV heads of 64, a vocabulary of 49,152 tokens, a context of 8,192, a chat template. It is a 4-bit
 GGUF file in a Python package (Apache-2.0); all numbers here include the rounding of that file, since they compare the
-model with itself. Only the conversions of the last two parts are trained.
+model with itself. Only the conversions of the last three parts are trained.
 
 Unless a table says otherwise the text is the built-in mix of prose and code: 8,192 tokens to calibrate on and as many
 held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your own
@@ -107,9 +113,44 @@ again.
 """
 
 
-def page(records: Records) -> str:
-    """Return the whole page."""
-    return HEAD + sections(records, TITLES, ABOUT, _part) + _how(records)
+def page(records: Records, on_gpu: Records | None = None) -> str:
+    """Return the whole page.
+
+    Args:
+        records: Of a machine without a GPU.
+        on_gpu: Of one with a GPU.
+    """
+    text = HEAD + sections(records, TITLES, ABOUT, _part)
+    return text + (_on_a_gpu(records, on_gpu) if on_gpu is not None else "") + _how(records)
+
+
+def _on_a_gpu(records: Records, on_gpu: Records) -> str:
+    """Return the section on the commands that were measured on a GPU too, next to their results without one."""
+    facts = "; ".join(f"{name} {value}" for name, value in on_gpu.card.items() if name != "device")
+    device, here = on_gpu.card["device"], records.card["device"]
+    rows: list[dict[str, str]] = []
+    for name, part in on_gpu.parts.items():
+        other = records.parts.get(name)
+        if part["status"] != "done" or other is None:
+            continue
+        for number, row in enumerate(part["rows"]):
+            same = next((each for each in other["rows"] if each.get("requested") == row.get("requested")), {})
+            first = number == 0
+            rows.append(
+                {
+                    "command": TITLES[name] if first else "",
+                    "KV cache": row.get("KV cache", ""),
+                    f"increase, {device}": row.get("increase", ""),
+                    f"increase, {here}": same.get("increase", ""),
+                    f"time, {device}": duration(part["seconds"]) if first else "",
+                    f"time, {here}": duration(other["seconds"]) if first else "",
+                }
+            )
+    about = (
+        f"The same commands on **{device}** ({facts}). The built-in text is Python's, and differs between its "
+        "versions; times are of all sizes of a command, the start of its process included."
+    )
+    return f"\n## On a GPU\n\n{textwrap.fill(about, 120)}\n\n{_table(rows)}\n"
 
 
 def _how(records: Records) -> str:
@@ -124,10 +165,11 @@ def _how(records: Records) -> str:
 def _part(part: PartRecord) -> str:
     time = f", {duration(part['seconds'])}" if part["seconds"] >= 1 else ""
     when = ended(part, f"{part['date']}, commit {part['commit']}{time}.")
-    rows = part["rows"]
-    if not rows:
-        return when
+    return f"{_table(part['rows'])}\n\n{when}" if part["rows"] else when
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
     columns = list(rows[0])
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(str(row.get(column, '')) for column in columns)} |" for row in rows]
-    return "\n".join(lines) + f"\n\n{when}"
+    return "\n".join(lines)

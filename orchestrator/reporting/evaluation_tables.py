@@ -192,11 +192,33 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
     )
     if cache := record.get("engine_cache"):
         print(f"measured with {_cache_words(cache, 'original' if record['original'] else 'model')}")
+    if rows := record.get("rounded_caches"):
+        reference = "original" if record["original"] else "model"
+        print(f"cache formats, relative to the {reference} in 16 bits:")
+        console().print(rounded_caches_table(rows).for_terminal())
     if "decode_tokens_per_second" in record:
         print(
             f"prefill {record['prefill_tokens_per_second']:.0f} tokens/s, "
             f"decode {record['decode_tokens_per_second']:.0f} tokens/s"
         )
+
+
+def rounded_caches_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each format of a checkpoint's cache: bytes, loss, increase and KL."""
+    cells = [
+        [
+            row["cache_format"],
+            ", ".join(row["engines"]),
+            f"{row['kv_bytes_per_token']:,}",
+            percent(row["share"]),
+            f"{row['loss']:.4f}",
+            increase_of(row),
+            "" if row["kl"] is None else f"{row['kl']:.3f}",
+        ]
+        for row in rows
+    ]
+    columns = ("cache", "engines", "KV bytes/token", "share", "loss", "loss increase", "KL")
+    return Table(columns, cells)
 
 
 def _cache_words(cache: Mapping[str, Any], reference: str) -> str:

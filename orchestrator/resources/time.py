@@ -297,7 +297,7 @@ def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: 
     rows = max(1, min(train.device_batch_size, FEW_TOKENS // length))
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, int(train.cpus_per_worker)))
+    torch.set_num_threads(train.threads)
     loss_fn = objective(train.distillation, train.distillation_weight, model)
     seconds = 0.0
     try:

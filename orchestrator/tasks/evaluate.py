@@ -11,9 +11,16 @@ from typing import Any, NotRequired, TypedDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.base.progress import stage
 from attention.base.text import compact
 from attention.base.timing import Phases, clock
-from attention.cache_formats import CacheFormatError, CachePair, FormatRecord, format_record
+from attention.cache_formats import (
+    CacheFormatError,
+    CachePair,
+    FormatRecord,
+    format_record,
+    read_pairs,
+)
 from attention.checkpoint import Checkpoint
 from attention.engine_cache import engine_cache, with_engine_heads
 from attention.io import checkpoint as checkpoint_files
@@ -38,10 +45,27 @@ from orchestrator.serving.cache_types import (
 from orchestrator.serving.speed import SpeedRecord, engine_speed, is_export
 from orchestrator.serving.tables import print_cache_types, print_speed
 from orchestrator.tasks.task import Task, advise_text, require
-from trainers.evaluation import decode_speed, evaluate, perplexity
+from trainers.evaluation import (
+    CachedTeacher,
+    Evaluation,
+    decode_speed,
+    evaluate,
+    perplexity,
+)
 from trainers.text.data import LoadedTexts, Texts
 
 CHECKPOINT, ORIGINAL, BASELINE = "checkpoint", "original", "baseline"
+
+
+class RoundedCacheRow(FormatRecord):
+    """The checkpoint with its cache rounded as an engine rounds it.
+
+    The increase is relative to the original with a cache that is not rounded; without an original
+    to the checkpoint.
+    """
+
+    loss: float
+    kl: float | None
 
 
 class EvaluationRecord(TypedDict):
@@ -85,6 +109,8 @@ class EvaluationRecord(TypedDict):
     engine_cache: NotRequired[FormatRecord]
     """With `--cache-format`: the format in which checkpoint and baseline were measured; the share
     is of the original's cache in 16 bits, or of the checkpoint's."""
+    rounded_caches: NotRequired[list[RoundedCacheRow]]
+    """With `--cache-types`: the checkpoint with its cache in each of these formats."""
     seconds: dict[str, float]
 
 
@@ -107,17 +133,14 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
                 for pair in self.cache_types:
                     self._check_heads(pair)
             return
-        if self.options.cache_types is not None:
-            raise ConfigError(
-                "cache_types: measured in an engine; add --engine llama.cpp or vLLM, or take "
-                "--cache-format"
-            )
         if self.options.engine_python is not None:
             raise ConfigError(
                 "engine_python: is of a measurement in an engine; add --engine, or leave it out"
             )
         require(self.extras, self.models, self.positions, self.dtype, self.tokenizer)
         require(self.cache_facts)
+        for pair in self.rounded_pairs:
+            self._check_heads(pair)
 
     @cached_property
     def cache_pair(self) -> CachePair | None:
@@ -137,6 +160,15 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         self._check_heads(self.cache_pair)
         plans = {key: model.plan for key, model in self.models.items()}
         return format_record(self.cache_pair, plans[CHECKPOINT], plans.get(ORIGINAL))
+
+    @cached_property
+    def rounded_pairs(self) -> tuple[CachePair, ...]:
+        """The further formats of the cache to measure the checkpoint with, without an engine."""
+        text = self.options.cache_types
+        try:
+            return () if text is None else read_pairs(text)
+        except CacheFormatError as error:
+            raise ConfigError(f"cache_types: {error}") from None
 
     @cached_property
     def cache_types(self) -> tuple[CachePair, ...]:
@@ -325,18 +357,23 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         with phases("load"):
             model = self._load(CHECKPOINT)
             teacher = self._load(ORIGINAL) if ORIGINAL in models else None
+            reference = None if teacher is None else CachedTeacher(teacher)
         with phases("evaluate"):
             round_weights(model, checkpoints.dtype_of(self.dtype))
             engine_model = self._engine_heads(model)
             with self._rounding(engine_model):
-                scored = evaluate(engine_model, sequences, teacher=teacher)
-            original_scored = evaluate(teacher, sequences) if teacher is not None else None
+                scored = evaluate(engine_model, sequences, teacher=reference)
+            original_scored = None if reference is None else evaluate(reference, sequences)
             comparison: dict[str, Any] = {
                 "loss_increase": None,
                 "perplexity": perplexity(scored.loss),
             }
             if original_scored is not None:
                 comparison = scored.compared(original_scored)
+        rounded = []
+        if self.rounded_pairs:
+            with phases("cache formats"):
+                rounded = self._rounded(model, sequences, reference, original_scored or scored)
         with phases("extras"):
             with self._rounding(engine_model):
                 measured = {CHECKPOINT: prepared.measure(engine_model)}
@@ -381,6 +418,8 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         }
         if self.cache_facts is not None:
             record |= {"engine_cache": self.cache_facts}
+        if rounded:
+            record |= {"rounded_caches": rounded}
         if options.speed_tokens:
             with phases("speed"):
                 length = sequences.shape[1]
@@ -392,11 +431,49 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             }
         return record | prepared.record(measured) | {"seconds": dict(phases)}
 
-    def _engine_heads(self, model: PreTrainedModel) -> PreTrainedModel:
+    def _rounded(
+        self,
+        model: PreTrainedModel,
+        sequences: Tensor,
+        reference: CachedTeacher | None,
+        exact: Evaluation,
+    ) -> list[RoundedCacheRow]:
+        """Return the losses of the checkpoint in the further formats of its cache.
+
+        Args:
+            model: The checkpoint.
+            sequences: The held-out text.
+            reference: The original, for the KL.
+            exact: The evaluation that losses are compared with.
+        """
+        plans = {key: opened.plan for key, opened in self.models.items()}
+        engine_model = self._with_engine_heads(model)
+        rows: list[RoundedCacheRow] = []
+        with stage("cache formats", len(self.rounded_pairs)) as progress:
+            for pair in self.rounded_pairs:
+                with engine_cache(engine_model, pair):
+                    scored = evaluate(engine_model, sequences, teacher=reference)
+                compared = scored.compared(exact)
+                rows.append(
+                    {
+                        **format_record(pair, plans[CHECKPOINT], plans.get(ORIGINAL)),
+                        "loss": scored.loss,
+                        "kl": scored.kl,
+                        "loss_increase": compared["loss_increase"],
+                        "loss_increase_stderr": compared["loss_increase_stderr"],
+                    }
+                )
+                progress.step()
+        return rows
+
+    def _with_engine_heads(self, model: PreTrainedModel) -> PreTrainedModel:
         try:
-            return model if self.cache_pair is None else with_engine_heads(model)
+            return with_engine_heads(model)
         except CacheFormatError as error:
             raise ConfigError(f"cache_format: {error}") from None
+
+    def _engine_heads(self, model: PreTrainedModel) -> PreTrainedModel:
+        return model if self.cache_pair is None else self._with_engine_heads(model)
 
     def _rounding(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         return engine_cache(model, self.cache_pair)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.real import __main__ as command
 from benchmarks.real import figure, parts
-from benchmarks.real.page import CORE, PAGE, RECORDS, TITLES, page
+from benchmarks.real.page import CORE, GPU_RECORDS, PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Workspace
 from benchmarks.records import Records
 
@@ -28,7 +28,24 @@ def records(tmp_path: Path, **parts: Any) -> Records:
 
 
 def test_the_page_is_that_of_the_records() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(Records.read(RECORDS)), "write it again: make real ARGS=--page"
+    text = page(Records.read(RECORDS), Records.read(GPU_RECORDS))
+    assert PAGE.read_text(encoding="utf-8") == text, "write it again: make real ARGS=--page"
+
+
+def test_the_page_compares_a_gpu_with_what_was_measured_without_one(tmp_path: Path) -> None:
+    rows = [{"requested": ratio, "KV cache": "-", "increase": f"+{ratio}"} for ratio in ("67%", "34%")]
+    here = records(tmp_path, gqa={"status": "done", "rows": rows, "seconds": 240.0})
+    (tmp_path / "there").mkdir()
+    there = records(
+        tmp_path / "there",
+        gqa={"status": "done", "rows": [{"requested": "34%", "KV cache": "33%", "increase": "+7"}], "seconds": 30.0},
+        search={"status": "failed", "reason": "late"},
+    )
+    there.card["device"] = "a GPU"
+    section = page(here, there).partition("## On a GPU")[2].partition("##")[0]
+    assert "on **a GPU** (software torch 2)" in section
+    assert "| `gqa`) | 33% | +7 | +34% | 30 s | 4 min |" in section.replace("Means of neighbours (", "")
+    assert section.count("\n|") == 3, "what failed there is no row"
 
 
 def test_every_part_has_a_title() -> None:
@@ -49,7 +66,7 @@ def test_the_page_has_a_table_of_what_is_done_and_says_what_is_not(tmp_path: Pat
     assert "| recipe | increase |\n|---|---|\n| gqa | +1.000 ± 0.100 |" in text
     assert "Skipped: no network (2027-01-01, commit abc, 1 s.)" in text
     assert text.count("Not measured yet.") == len(TITLES) - 2
-    assert "2 CPU cores** (software torch 2): 1 of 20 parts" in text
+    assert "2 CPU cores** (software torch 2): 1 of 21 parts" in text
 
 
 def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

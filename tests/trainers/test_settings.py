@@ -165,3 +165,8 @@ def test_a_training_is_known_by_what_decides_its_result() -> None:
     )
     assert all(TrainSettings(**settings).identity() != before for settings in other)
     assert TrainSettings.model_validate(TrainSettings(compile=True).identity()).compile
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(0.95, 1), (1.9, 2), (1.4, 1), (15, 15), (0.1, 1)])
+def test_a_worker_computes_on_all_the_cores_that_its_cpus_are_nearly(cpus: float, threads: int) -> None:
+    assert TrainSettings(cpus_per_worker=cpus).threads == threads

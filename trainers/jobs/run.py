@@ -62,7 +62,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     from trainers.zero import load_trainable
 
     freeze_garbage()
-    torch.set_num_threads(max(1, int(job.settings.cpus_per_worker)))
+    torch.set_num_threads(job.settings.threads)
     store = CheckpointStore.of(job, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
     if reports and not _agreed(link, lambda: best.best_is_there(reports[-1], job.out_dir)):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.axes import ALIGNMENT, Knob
+from attention.base.threads import map_on_threads
 from attention.calibration.moments import LayerStatistics
 from attention.conversion.alignment.grams import CRITERION, head_gram
 from attention.conversion.alignment.rotations import rotation_from_cross
@@ -84,12 +85,12 @@ def align_heads(
     The identity in groups of one.
     """
     rotations = torch.eye(gram.shape[-1]).to(gram).repeat(len(gram), 1, 1)
-    for group in groups:
-        if len(group) > 1:
-            index = torch.tensor(group)
-            rotations[index] = align_group(
-                gram[index[:, None], index], layout, iterations=iterations
-            )
+    several = [torch.tensor(group) for group in groups if len(group) > 1]
+    # On the CPU, since a GPU would wait for each of up to a hundred small decompositions in turn
+    grams = [gram[index[:, None], index].cpu() for index in several]
+    fitted = map_on_threads(lambda one: align_group(one, layout, iterations=iterations), grams)
+    for index, turned in zip(several, fitted, strict=True):
+        rotations[index] = turned.to(rotations)
     return rotations
 
 

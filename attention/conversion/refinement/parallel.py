@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import nn
+
+from attention.base.threads import map_on_threads
 
 Result = TypeVar("Result")
 
@@ -44,13 +45,7 @@ def each_layer(
     As many at a time as `layers_at_once` says, each on one thread; one at a time on all of them.
     The first error is raised once the layers that had begun have ended.
     """
-    threads = torch.get_num_threads()
     at_once = layers_at_once(count, parameters, device)
     if at_once == 1:
         return [work(i) for i in range(count)]
-    try:
-        # The number of threads is a thread's own, but new ones start with the last that was set.
-        with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(work, range(count)))
-    finally:
-        torch.set_num_threads(threads)
+    return map_on_threads(work, range(count), at_once)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from ray import tune
 
 from attention.base.timing import Phases
@@ -26,6 +27,7 @@ from orchestrator.search.trials.rungs import ForwardRungs, ReportRungs
 from orchestrator.search.trials.untrained import watched_facts
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.training.run import TrainingReport, TrainingRun
+from trainers.settings import TrainSettings
 
 OF_RUNG_0 = ("phases", "pooled", "work_digest")
 """Fields of the first report of a trial only.
@@ -42,6 +44,7 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         config: That of a `Candidate`.
     """
     prepare_process()
+    torch.set_num_threads(planning_threads(context))
     candidate = Candidate.from_config(config)
     trial_id = str(tune.get_context().get_trial_id())
     folder = Path(context.folder) / "trials" / trial_id
@@ -60,6 +63,18 @@ def run_trial(config: dict[str, Any], context: TrialContext) -> None:
         later_facts = {name: value for name, value in facts.items() if name not in OF_RUNG_0}
         rungs = ReportRungs(context, later_facts, run.offset)
         run.train(context.pool, rungs.report, lambda: [ForwardRungs(rungs)])
+
+
+def planning_threads(context: TrialContext) -> int:
+    """Return the threads of a trial's process while it plans, converts and measures on the CPU.
+
+    Ray counts little CPU for it, so that it would have one thread, while the CPUs that a worker of
+    the trial trains on later are idle.
+    """
+    threads = torch.get_num_threads()
+    if context.device != "cpu":
+        return threads
+    return max(threads, TrainSettings.model_validate(context.train).threads)
 
 
 def rung_zero(candidate: Candidate, context: TrialContext, folder: Path) -> TrainingReport:

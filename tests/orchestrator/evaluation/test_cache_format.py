@@ -39,6 +39,26 @@ def test_checkpoint_and_baseline_are_measured_in_the_format(demo_dir: Path, litt
     assert json.loads(json.dumps(record)) == record
 
 
+def test_several_formats_in_one_command_are_what_each_is_alone(
+    demo_dir: Path, little_text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "record.json"
+    words = ["--eval-tokens", "512", "--sequence-length", "128", "--device", "cpu", "--speed-tokens", "0"]
+    words += ["--data", little_text, "--cache-types", "q8_0,q8_0/q4_0", "--json", file]
+    assert run_here("evaluate", demo_dir, "--original", demo_dir, *words) == 0
+    record = json.loads(file.read_text())
+    assert record["loss_increase"] == 0
+    for row, name in zip(record["rounded_caches"], ("q8_0", "q8_0,q4_0"), strict=True):
+        alone = evaluate_checkpoint(demo_dir, data=little_text, original=demo_dir, cache_format=name, **SIZES)
+        assert row["cache_format"] == name
+        for key in ("loss", "kl", "loss_increase", "loss_increase_stderr"):
+            assert row[key] == pytest.approx(alone[key], abs=1e-9)
+        assert row["share"] == alone["engine_cache"]["share"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "cache formats, relative to the original in 16 bits" in printed
+    assert f"{record['rounded_caches'][1]['loss']:.4f}" in printed
+
+
 def test_a_wrong_format_is_refused_before_torch_is_imported(
     demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

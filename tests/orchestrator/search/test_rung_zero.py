@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,3 +112,15 @@ def test_a_large_original_is_gone_before_the_converted_model_is_cast(
     monkeypatch.setattr(untrained, "cast_weights", looked)
     reports_of(context, "large", monkeypatch)
     assert there == [False]
+
+
+def test_a_trial_plans_on_the_cores_that_its_worker_trains_on(context: TrialContext) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert trial.planning_threads(context) == 1
+        two = replace(context, train=dict(context.train) | {"cpus_per_worker": 1.9})
+        assert trial.planning_threads(two) == 2
+        assert trial.planning_threads(replace(two, device="auto")) == 1
+    finally:
+        torch.set_num_threads(before)
