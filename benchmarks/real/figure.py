@@ -41,7 +41,7 @@ class Point(NamedTuple):
 
 def points(records: Records) -> list[Point]:
     """Return the results of the measured parts: each model once, by the text of docs/real.md's tables."""
-    results = dict.fromkeys([*_conversions(records), *_formats(records)])
+    results = dict.fromkeys([*_conversions(records), *_searched(records), *_formats(records)])
     return list(results)
 
 
@@ -51,6 +51,16 @@ def _conversions(records: Records) -> Iterator[Point]:
             if row.get("recipe") == name:  # a part that is one recipe at several sizes
                 series = PUBLISHED if name in _CITED else FEWER_HEADS
                 yield Point(series, name, _share(row["KV cache"]), _increase(row["increase"]))
+
+
+def _searched(records: Records) -> Iterator[Point]:
+    """Published methods that the search alone has converted, before they are trained; on its text."""
+    part = records.parts.get("search")
+    measured = {point.label for point in _conversions(records)}
+    for row in part["rows"] if part else ():
+        recipe = row["recipe"]
+        if recipe in _CITED and recipe not in measured and row["status"] != "copy":
+            yield Point(PUBLISHED, recipe, _share(row["KV cache"]), _increase(row["untrained"]))
 
 
 def _formats(records: Records) -> Iterator[Point]:

@@ -358,10 +358,7 @@ def search(work: Workspace) -> Iterator[Row]:
     record = searched(work, "search", *on_a_gpu)
     yield from _trials(record)
     for model in record["promoted"]:
-        yield {
-            "recipe": f"{model['recipe']}, promoted",
-            "KV cache": f"{model['kv_ratio']:.1%}",
-            "trained": _increase(model),
+        yield _promoted(record, model) | {
             "status": f"the whole search: {_minutes(record)} minutes",
         }
 
@@ -370,18 +367,21 @@ def promotion(work: Workspace) -> Iterator[Row]:
     """A search of two recipes at one size, the promotion of the better one, and its export for llama.cpp."""
     record = searched(work, "promotion", "search.recipes=[gqa,headfold_gqa]", "search.kv_ratios=[0.67]")
     yield from _trials(record)
+    for baseline in record["promotion"]["baselines"].values():
+        yield {
+            "recipe": f"{baseline['recipe']}, trained as long",
+            "KV cache": f"{baseline['used_kv_ratio']:.1%}",
+            "trained": f"{baseline['loss'] - baseline['original_loss']:+z.3f}",
+            "steps": str(baseline["steps"]),
+            "status": "the baseline of the gate",
+        }
     for model in record["promoted"]:
         out = "promotion-gguf"
         folder = os.path.relpath(str(model["path"]), work.folder)
         options = ["--target", "gguf", "--engine", "llama.cpp", "--check", "--out", out, "--overwrite"]
         export = work.run("export-promotion", "export", folder, *options)
-        check = ", ".join(f"{key}: {value}" for key, value in _checked(export["check"]).items())
-        yield {
-            "recipe": f"{model['recipe']}, promoted",
-            "KV cache": f"{model['kv_ratio']:.1%}",
-            "trained": _increase(model),
-            "status": f"in llama.cpp {check}",
-        }
+        check = "; ".join(f"{key}: {value}" for key, value in _checked(export["check"]).items())
+        yield _promoted(record, model) | {"status": check}
 
 
 def _trials(record: Mapping[str, Any]) -> Iterator[Row]:
@@ -395,6 +395,16 @@ def _trials(record: Mapping[str, Any]) -> Iterator[Row]:
             "steps": str(last["step"]),
             "status": trial["status"],
         }
+
+
+def _promoted(record: Mapping[str, Any], model: Mapping[str, Any]) -> Row:
+    candidate = record["promotion"]["candidates"][model["trial_id"]]
+    return {
+        "recipe": f"{model['recipe']}, promoted",
+        "KV cache": f"{candidate['used_kv_ratio']:.1%}",
+        "trained": _increase(model),
+        "steps": str(candidate["steps"]),
+    }
 
 
 PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {

@@ -121,6 +121,14 @@ def test_the_picture_has_each_model_and_format_once(tmp_path: Path) -> None:
         (figure.ORIGINAL, 0.531, 0.0),
         (figure.BOTH, 0.188, 0.169),
     ]
+    searched = [
+        {"recipe": "align", "KV cache": "33.3%", "untrained": "+4.054", "trained": "+3.313", "status": "done"},
+        {"recipe": "gqa", "KV cache": "33.3%", "untrained": "+7.6", "trained": "+5.1", "status": "done"},
+        {"recipe": "asymgqa", "KV cache": "33.3%", "untrained": "+7.6", "trained": "+5.1", "status": "copy"},
+    ]
+    result.add("search", result.parts["gqa"] | {"rows": searched})
+    (point,) = set(figure.points(result)) - set(after)
+    assert point == (figure.PUBLISHED, "align", pytest.approx(0.333), 4.054)
     axes = figure.draw(after).axes[0]
     drawn = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines)
     assert drawn == [(0.188, 0.169), (0.531, figure.LEAST), (0.667, 0.082), (0.667, 3.395)]
