@@ -91,7 +91,8 @@ Unless a table says otherwise the text is the built-in mix of prose and code: 8,
 held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your own
 text](howto/own-data.md) for numbers on your use. *Increase* is that of the held-out loss in nats per token, with
 the standard error of the paired difference. *Minutes* are of one command, for all its sizes, with other work on the
-same cores, as is the time of a part below its table: an idle machine takes less.
+same cores, as is the time of a part below its table (that of the last run, if a search was continued): an idle machine
+takes less.
 
 """
 HOW = """
@@ -129,18 +130,22 @@ def _on_a_gpu(records: Records, on_gpu: Records) -> str:
     facts = "; ".join(f"{name} {value}" for name, value in on_gpu.card.items() if name != "device")
     device, here = on_gpu.card["device"], records.card["device"]
     rows: list[dict[str, str]] = []
+    apart: list[str] = []
     for name, part in on_gpu.parts.items():
         other = records.parts.get(name)
-        if part["status"] != "done" or other is None:
+        if part["status"] != "done" or name == "fetch":
+            continue
+        if other is None or not all("requested" in row for row in part["rows"]):
+            apart.append(f"\n### {TITLES[name]} on a GPU\n\n{_part(part)}\n")
             continue
         for number, row in enumerate(part["rows"]):
-            same = next((each for each in other["rows"] if each.get("requested") == row.get("requested")), {})
+            same = next((each for each in other["rows"] if each["requested"] == row["requested"]), {})
             first = number == 0
             rows.append(
                 {
                     "command": TITLES[name] if first else "",
-                    "KV cache": row.get("KV cache", ""),
-                    f"increase, {device}": row.get("increase", ""),
+                    "KV cache": row["KV cache"],
+                    f"increase, {device}": row["increase"],
                     f"increase, {here}": same.get("increase", ""),
                     f"time, {device}": duration(part["seconds"]) if first else "",
                     f"time, {here}": duration(other["seconds"]) if first else "",
@@ -150,7 +155,8 @@ def _on_a_gpu(records: Records, on_gpu: Records) -> str:
         f"The same commands on **{device}** ({facts}). The built-in text is Python's, and differs between its "
         "versions; times are of all sizes of a command, the start of its process included."
     )
-    return f"\n## On a GPU\n\n{textwrap.fill(about, 120)}\n\n{_table(rows)}\n"
+    table = f"{_table(rows)}\n" if rows else ""
+    return f"\n## On a GPU\n\n{textwrap.fill(about, 120)}\n\n{table}{''.join(apart)}"
 
 
 def _how(records: Records) -> str:

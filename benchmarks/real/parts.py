@@ -347,15 +347,15 @@ def searched(work: Workspace, name: str, *settings: str) -> dict[str, Any]:
     work.fetch()
     words = [str(shipped("configs/smollm2.yaml")), f"model.path={work.folder / GGUF}", f"name={name}"]
     words += [f"storage={work.folder / 'search'}", *settings]
-    words += [f"{key}={value}" for key, value in (QUICK_SEARCH if work.quick else {}).items()]
+    changes = (ON_A_GPU if work.gpu else {}) | (QUICK_SEARCH if work.quick else {})
+    words += [f"{key}={value}" for key, value in changes.items()]
     begun = (work.folder / "search" / name / "search.yaml").is_file()
     return work.run(name, "search", *words, *(["--resume"] if begun else []))
 
 
 def search(work: Workspace) -> Iterator[Row]:
     """A search through Ray Tune, Ray Train and DeepSpeed with a short distillation, and its promotions."""
-    on_a_gpu = [f"{key}={value}" for key, value in ON_A_GPU.items() if work.gpu]
-    record = searched(work, "search", *on_a_gpu)
+    record = searched(work, "search")
     yield from _trials(record)
     for model in record["promoted"]:
         yield _promoted(record, model) | {

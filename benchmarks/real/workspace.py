@@ -108,6 +108,7 @@ class Workspace:
             unfinished = self.folder / f"{name}.unfinished.json"
             words = [*arguments, "--json", unfinished.name]
             print(f"$ {shlex.join(['headfold', *words])}", file=sys.stderr, flush=True)
+            unfinished.unlink(missing_ok=True)  # of a search that was interrupted
             started = time.monotonic()
             done = subprocess.run([*_headfold(), *words], cwd=self.folder, check=False, stdout=sys.stderr)
             seconds = time.monotonic() - started

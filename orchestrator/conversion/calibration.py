@@ -373,7 +373,7 @@ def calibrate_on_workers(
         for part, first in zip(split, firsts, strict=False)
     ]
     count = min(workers.count, len(parts))
-    threads = max(1, int(workers.options["num_cpus"]))
+    threads = max(1, round(workers.options["num_cpus"]))
     arguments = (task, parts, threads)
     print(f"calibration: up to {count} workers share {len(sequences)} sequences", flush=True)
     with TaskQueue(_CalibrationActor, arguments, workers.options, count, "calibrating") as queue:

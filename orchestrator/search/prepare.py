@@ -362,7 +362,7 @@ def measure_on_workers(
     if not tasks:
         return
     remote: Any = ray.remote(max_retries=1, **options)(measure_layer)
-    waiting = [remote.remote(task, context, max(1, int(options["num_cpus"]))) for task in tasks]
+    waiting = [remote.remote(task, context, max(1, round(options["num_cpus"]))) for task in tasks]
     failures = 0
     with stage("measuring increases of the loss", len(tasks), "layers") as progress:
         while waiting:

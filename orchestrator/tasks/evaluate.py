@@ -131,7 +131,7 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             if self.options.cache_types is not None:
                 require(self.cache_types, self.models, self.positions, self.dtype, self.tokenizer)
                 for pair in self.cache_types:
-                    self._check_heads(pair)
+                    _check_heads("cache_types", pair, self.models)
             return
         if self.options.engine_python is not None:
             raise ConfigError(
@@ -139,8 +139,13 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             )
         require(self.extras, self.models, self.positions, self.dtype, self.tokenizer)
         require(self.cache_facts)
+        if self.rounded_pairs and self.cache_pair is not None:
+            raise ConfigError(
+                "cache_types: measured next to a cache in 16 bits; leave out --cache-format, or "
+                "add its format to the list"
+            )
         for pair in self.rounded_pairs:
-            self._check_heads(pair)
+            _check_heads("cache_types", pair, {CHECKPOINT: self.models[CHECKPOINT]})
 
     @cached_property
     def cache_pair(self) -> CachePair | None:
@@ -157,7 +162,7 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         """
         if self.cache_pair is None:
             return None
-        self._check_heads(self.cache_pair)
+        _check_heads("cache_format", self.cache_pair, self.models)
         plans = {key: model.plan for key, model in self.models.items()}
         return format_record(self.cache_pair, plans[CHECKPOINT], plans.get(ORIGINAL))
 
@@ -176,14 +181,6 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         options = self.options
         assert options.engine is not None and options.cache_types is not None
         return read_cache_types(options.cache_types, options.engine)
-
-    def _check_heads(self, pair: CachePair) -> None:
-        """Raise ConfigError for a model whose heads an engine does not hold in a format."""
-        for key, model in self.models.items():
-            try:
-                pair.bytes_per_token(model.plan)
-            except CacheFormatError as error:
-                raise ConfigError(f"cache_format: {key}: {error}") from None
 
     @cached_property
     def models(self) -> dict[str, Checkpoint]:
@@ -293,6 +290,8 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         names = [
             name for name in ("tasks", "prompts", "context_lengths") if getattr(self.extras, name)
         ]
+        if self.rounded_pairs:
+            names.append(f"the checkpoint in {len(self.rounded_pairs)} cache format(s)")
         more = f", and {', '.join(names)}" if names else ""
         return [
             {
@@ -374,6 +373,7 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         if self.rounded_pairs:
             with phases("cache formats"):
                 rounded = self._rounded(model, sequences, reference, original_scored or scored)
+        del reference  # and the hidden states of the original
         with phases("extras"):
             with self._rounding(engine_model):
                 measured = {CHECKPOINT: prepared.measure(engine_model)}
@@ -490,6 +490,15 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             return
         print_evaluation(record)
         print_extras(record)
+
+
+def _check_heads(option: str, pair: CachePair, models: Mapping[str, Checkpoint]) -> None:
+    """Raise ConfigError for a model whose heads an engine does not hold in a format."""
+    for key, model in models.items():
+        try:
+            pair.bytes_per_token(model.plan)
+        except CacheFormatError as error:
+            raise ConfigError(f"{option}: {key}: {error}") from None
 
 
 def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:

@@ -39,10 +39,12 @@ def test_the_page_compares_a_gpu_with_what_was_measured_without_one(tmp_path: Pa
     there = records(
         tmp_path / "there",
         gqa={"status": "done", "rows": [{"requested": "34%", "KV cache": "33%", "increase": "+7"}], "seconds": 30.0},
-        search={"status": "failed", "reason": "late"},
+        headfold_gqa={"status": "failed", "reason": "late"},
+        search={"status": "done", "rows": [{"recipe": "align", "trained": "+0.5"}]},
     )
     there.card["device"] = "a GPU"
-    section = page(here, there).partition("## On a GPU")[2].partition("##")[0]
+    section, _, apart = page(here, there).partition("## On a GPU")[2].partition("###")
+    assert "A search with a short distillation on a GPU" in apart and "| align | +0.5 |" in apart
     assert "on **a GPU** (software torch 2)" in section
     assert "| `gqa`) | 33% | +7 | +34% | 30 s | 4 min |" in section.replace("Means of neighbours (", "")
     assert section.count("\n|") == 3, "what failed there is no row"
@@ -152,6 +154,7 @@ def test_a_fresh_folder_is_measured_whatever_the_page_has(tmp_path: Path, monkey
 
     monkeypatch.setattr(command, "measure", measure)
     monkeypatch.setattr(command, "versions", lambda: "torch 2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     shared = Records.open(page_file, {"device": f"{os.cpu_count()} CPU cores", "software": "torch 2"})
     for name in ("gqa", "vLLM"):
         shared.add(name, part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,13 @@ def planning_threads(context: TrialContext) -> int:
     """Return the threads of a trial's process while it plans, converts and measures on the CPU.
 
     Ray counts little CPU for it, so that it would have one thread, while the CPUs that a worker of
-    the trial trains on later are idle.
+    the trial trains on later are idle: on one machine, on which most searches without GPUs run.
     """
     threads = torch.get_num_threads()
     if context.device != "cpu":
         return threads
-    return max(threads, TrainSettings.model_validate(context.train).threads)
+    cores = len(os.sched_getaffinity(0))
+    return max(threads, min(cores, TrainSettings.model_validate(context.train).threads))
 
 
 def rung_zero(candidate: Candidate, context: TrialContext, folder: Path) -> TrainingReport:

@@ -126,6 +126,7 @@ def test_vllm_is_asked_for_its_own_choice_and_for_fp8(
     [
         (["--engine", "transformers", "--cache-types", "f16"], "take --engine llama.cpp"),
         (["--engine", "vllm", "--cache-types", "auto,q8_0"], "vLLM has no cache in q8_0"),
+        (["--cache-types", "q8_0", "--cache-format", "q4_0"], "leave out --cache-format"),
         (["--cache-types", "q9"], "cache_types: expected one of"),
         (["--cache-types", "q8_0,q4_0,q8_0"], "q8_0 is listed twice"),
         (["--engine", "llama.cpp", "--cache-types", "f16,fp8"], "llama.cpp has no cache in fp8"),
