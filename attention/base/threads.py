@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import torch
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def map_on_threads(
-    work: Callable[[Item], Result], items: Iterable[Item], at_once: int | None = None
-) -> list[Result]:
+    work: Callable[[_Item], _Result], items: Iterable[_Item], at_once: int | None = None
+) -> list[_Result]:
     """Return `work(item)` of all items in their order, each computed on one thread of torch.
 
     A factorisation of a small matrix takes longer on several threads than on one, tens of times as
