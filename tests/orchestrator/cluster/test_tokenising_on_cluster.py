@@ -27,6 +27,13 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 FEW, MANY = 20_000_000, 100_000_000
 
 
+def wait_for_a_cpu() -> None:
+    """Wait until the tasks of earlier tests have left the cluster."""
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 @pytest.mark.extended
 def test_tasks_make_the_set_that_one_process_makes(
     ray_cluster: None, demo_dir: Path, demo_tokenizer: Any, tmp_path: Path
@@ -57,9 +64,7 @@ def test_no_task_waits_for_a_cpu_that_is_not_there(
             blocks.append(number)
             yield [str(number)]
 
-    deadline = time.monotonic() + 60
-    while ray.available_resources().get("CPU", 0) < 1 and time.monotonic() < deadline:
-        time.sleep(0.1)  # workers of tests before are leaving
+    wait_for_a_cpu()
     blocks: list[int] = []
     monkeypatch.setattr(tokenising, "_tokenise", wait)
     tokenised: list[Any] = []
@@ -82,6 +87,7 @@ def test_what_a_user_can_mend_in_a_text_is_said_without_ray_s_trace(
         raise DataError(f"the chat template refuses {texts[0]}")
 
     monkeypatch.setattr(tokenising, "_tokenise", refuse)
+    wait_for_a_cpu()  # without one this process tokenises
     with pytest.raises(DataError) as caught:
         list(tokenise_on_cluster(str(demo_dir))(iter([["this record"]] * 3), None))
     assert str(caught.value) == "the chat template refuses this record"
