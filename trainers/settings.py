@@ -94,6 +94,11 @@ class StrictModel(BaseModel):
         return value
 
 
+def threads_of(cpus: float) -> int:
+    """Return the threads of a process with so many CPUs: rounded, so that 1.9 of two are both."""
+    return max(1, round(cpus))
+
+
 def _is_line(text: str) -> bool:
     return len(text) <= _LONGEST and not any(c < " " or "\ud800" <= c <= "\udfff" for c in text)
 
@@ -318,8 +323,8 @@ class TrainSettings(StrictModel):
 
     @property
     def threads(self) -> int:
-        """Threads of a worker on the CPU: its CPUs rounded, so that 1.9 of two cores are both."""
-        return max(1, round(self.cpus_per_worker))
+        """Threads of a worker on the CPU."""
+        return threads_of(self.cpus_per_worker)
 
     @property
     def shape(self) -> Shape:

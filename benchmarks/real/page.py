@@ -128,7 +128,7 @@ def page(records: Records, on_gpu: Records | None = None) -> str:
 def _on_a_gpu(records: Records, on_gpu: Records) -> str:
     """Return the section on the commands that were measured on a GPU too, next to their results without one."""
     facts = "; ".join(f"{name} {value}" for name, value in on_gpu.card.items() if name != "device")
-    device, here = on_gpu.card["device"], records.card["device"]
+    device, cpus = on_gpu.card["device"], records.card["device"]
     rows: list[dict[str, str]] = []
     apart: list[str] = []
     for name, part in on_gpu.parts.items():
@@ -145,15 +145,15 @@ def _on_a_gpu(records: Records, on_gpu: Records) -> str:
                 {
                     "command": TITLES[name] if first else "",
                     "KV cache": row["KV cache"],
-                    f"increase, {device}": row["increase"],
-                    f"increase, {here}": same.get("increase", ""),
-                    f"time, {device}": duration(part["seconds"]) if first else "",
-                    f"time, {here}": duration(other["seconds"]) if first else "",
+                    "increase, GPU": row["increase"],
+                    "increase, CPUs": same.get("increase", ""),
+                    "time, GPU": duration(part["seconds"]) if first else "",
+                    "time, CPUs": duration(other["seconds"]) if first else "",
                 }
             )
     about = (
-        f"The same commands on **{device}** ({facts}). The built-in text is Python's, and differs between its "
-        "versions; times are of all sizes of a command, the start of its process included."
+        f"The same commands on **{device}** ({facts}), and on the {cpus} above. The built-in text is Python's, "
+        "and differs between its versions; times are of all sizes of a command, the start of its process included."
     )
     table = f"{_table(rows)}\n" if rows else ""
     return f"\n## On a GPU\n\n{textwrap.fill(about, 120)}\n\n{table}{''.join(apart)}"

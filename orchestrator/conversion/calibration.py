@@ -56,6 +56,7 @@ from attention.io.layers.windows import LazyWeights, check_windows, embed
 from attention.io.precision import DTYPES
 from attention.modeling.running import layer_batch
 from orchestrator import checkpoints
+from trainers.settings import threads_of
 
 if TYPE_CHECKING:
     from orchestrator.cluster.task_queue import FinishedCall, TaskQueue
@@ -373,7 +374,7 @@ def calibrate_on_workers(
         for part, first in zip(split, firsts, strict=False)
     ]
     count = min(workers.count, len(parts))
-    threads = max(1, round(workers.options["num_cpus"]))
+    threads = threads_of(workers.options["num_cpus"])
     arguments = (task, parts, threads)
     print(f"calibration: up to {count} workers share {len(sequences)} sequences", flush=True)
     with TaskQueue(_CalibrationActor, arguments, workers.options, count, "calibrating") as queue:

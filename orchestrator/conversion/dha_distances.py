@@ -23,10 +23,10 @@ from attention.io.files import written_whole
 from orchestrator import checkpoints
 from search_spaces.recipes.recipe import Recipe
 from trainers.loop import LossFunction
+from trainers.search_phase import FUSION_DISTANCES
 from trainers.settings import TrainSettings
 from trainers.text.token_sets import TokenSequences, read_sequences
 
-NEED = "fusion_distances"
 Distances = dict[str, np.ndarray]
 """`[L, H, H]` float32 of "key" and of "value"."""
 
@@ -68,7 +68,7 @@ class SearchPhase:
             seed: Of the candidate.
             resolved: The settings with what `activation_checkpointing: auto` comes to.
         """
-        if NEED not in recipe.needs:
+        if FUSION_DISTANCES not in recipe.needs:
             return None
         knobs = recipe.knobs("objective")
         # One process: the phase is short, and the start of several workers costs more than it saves

@@ -17,7 +17,8 @@ from orchestrator.conversion.request import ConversionRequest
 from orchestrator.conversion.short_fits import COMPARED_TOKENS, shortly_fitted
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.rank_estimate import estimate_ranks
-from orchestrator.resources.size import Conversion
+from orchestrator.resources.size import Conversion, Size
+from orchestrator.resources.time import search_phase_operations
 from orchestrator.storage.paths import disk_free
 from search_spaces.recipes.recipe import Recipe
 
@@ -46,6 +47,7 @@ def estimate_conversions(
     working = request.working if elsewhere is None else request.written
     why_not = _why_not_layerwise(request)
     points = []
+    seconds = 0.0
     for budget, requested in request.distinct(report=True).items():
         used = float(budget)
         conversion = Conversion(
@@ -73,9 +75,11 @@ def estimate_conversions(
             except RankLayoutError as error:
                 raise ConfigError(f"tensor_parallel: {error}") from None
             point = replace(point, tensor_parallel=ranks)
+        if not points:
+            phase = search_phase_operations(conversion, Size.of(request.config))
+            seconds += phase / point.rate
         points.append(point)
     _, _, length = request.text_sizes
-    seconds = 0.0
     for recipe, ratio in compared:
         short = Conversion(
             request.config,
@@ -88,7 +92,7 @@ def estimate_conversions(
             working,
         )
         seconds += ConversionEstimate.of(short, machine).seconds
-    points[0] = replace(points[0], comparison_seconds=seconds)
+    points[0] = replace(points[0], shared_seconds=seconds)
     return points
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from attention.base.messages import one_of
 from attention.base.progress import stage
 from attention.base.timing import Phases
-from attention.cache_formats import CachePair, FormatRecord, offered_formats
-from attention.engine_cache import engine_cache
+from attention.cache_formats import FormatRecord, offered_formats
 from attention.io.precision import round_weights
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
@@ -37,7 +36,8 @@ from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.similarity.cka import redundancy
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
-from trainers.evaluation import evaluate, perplexity
+from trainers.evaluation import perplexity
+from trainers.rounded_caches import measure_rounded
 
 COMPARED = ("gqa", "headfold")
 FIT_KEY = "refinement.fit_steps"
@@ -233,14 +233,13 @@ def _shortly_refined(recipe: Recipe, steps: int | None) -> Recipe:
 
 def _formats(store: MemoryStore) -> list[FormatRecord]:
     """Return the loss of the original with its cache in each format that an engine holds."""
-    records = offered_formats(store.request.checkpoint.plan)
-    with stage("rounding the cache", len(records), "formats") as progress:
-        for record in records:
-            with engine_cache(store.original, CachePair.parse(record["cache_format"])):
-                scored = evaluate(store.original, store.texts.held_out)
-            compared = scored.compared(store.original_evaluation)
-            record["loss_increase"] = compared["loss_increase"]
-            record["loss_increase_stderr"] = compared["loss_increase_stderr"]
+    offered = offered_formats(store.request.checkpoint.plan)
+    held_out = store.texts.held_out
+    records: list[FormatRecord] = []
+    with stage("rounding the cache", len(offered), "formats") as progress:
+        for facts in offered:
+            exact = store.original_evaluation
+            records.append(measure_rounded(facts, store.original, held_out, exact))
             progress.step()
     return records
 

@@ -20,7 +20,7 @@ from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import stored_tokens
 from attention.calibration.store import Calibration
 from attention.conversion.refinement.original import Original
-from attention.engine_cache import engine_cache, with_engine_heads
+from attention.engine_cache import with_engine_heads
 from attention.io import checkpoint
 from attention.io.precision import cast_weights, round_weights
 from attention.modeling.model_classes import plan_of
@@ -29,7 +29,7 @@ from attention.ratios import own_heads
 from orchestrator import checkpoints
 from orchestrator.config.parsing import ConfigError
 from orchestrator.conversion.calibration import checkpoint_calibration, choose_mixed
-from orchestrator.conversion.dha_distances import NEED, Distances, measure
+from orchestrator.conversion.dha_distances import Distances, measure
 from orchestrator.conversion.execution import convert_and_refine, planning_context
 from orchestrator.conversion.layer_store import LayerPlans, LayerStore
 from orchestrator.conversion.request import ConversionRequest
@@ -38,7 +38,8 @@ from search_spaces.planning.planner import make_plan
 from trainers.evaluation import CachedTeacher, evaluate
 from trainers.loop import TrainingDiverged
 from trainers.polish import polish
-from trainers.settings import TrainSettings
+from trainers.rounded_caches import measure_rounded
+from trainers.search_phase import FUSION_DISTANCES, search_phase_settings
 
 
 class MemoryStore(LayerStore[PreTrainedModel]):
@@ -60,7 +61,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         """
         freeze_garbage()
         needs = request.recipe.needs
-        if NEED in needs:
+        if FUSION_DISTANCES in needs:
             # A package that it lacks is missed before all else
             import trainers.fusion_search  # noqa: F401
         super().__init__(request, request.texts())
@@ -77,7 +78,11 @@ class MemoryStore(LayerStore[PreTrainedModel]):
         with request.phases("evaluate"):
             self.teacher = CachedTeacher(self.original)
             self.original_evaluation = evaluate(self.teacher, self.texts.held_out)
-        distances = _fusion_distances(request, self.original, sequences) if NEED in needs else None
+        distances = (
+            _fusion_distances(request, self.original, sequences)
+            if FUSION_DISTANCES in needs
+            else None
+        )
         self.context = planning_context(
             Original(self.original), calibration, sequences, request.cache_dir, distances
         )
@@ -144,15 +149,9 @@ class MemoryStore(LayerStore[PreTrainedModel]):
 
     def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> FormatRecord:
         """Return what a converted model loses with its cache in the formats of an engine."""
+        facts = format_record(pair, plan_of(layers), self.request.checkpoint.plan)
         engine_model = with_engine_heads(layers)
-        with engine_cache(engine_model, pair):
-            scored = evaluate(engine_model, self.texts.held_out)
-        compared = scored.compared(self.original_evaluation)
-        return {
-            **format_record(pair, plan_of(layers), self.request.checkpoint.plan),
-            "loss_increase": compared["loss_increase"],
-            "loss_increase_stderr": compared["loss_increase_stderr"],
-        }
+        return measure_rounded(facts, engine_model, self.texts.held_out, self.original_evaluation)
 
     def compare(self, model: PreTrainedModel) -> Mapping[str, Any]:
         """Return held-out loss and KL of a converted model, and the original's loss."""
@@ -200,5 +199,5 @@ def _fusion_distances(
     )
     with request.phases("search phase"):
         knobs = request.recipe.knobs("objective")
-        training = TrainSettings(zero_stage=0, batch_size=min(8, len(sequences)))
+        training = search_phase_settings(*sequences.shape)
         return measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)

@@ -112,7 +112,8 @@ class ConversionEstimate:
         flops: Operations of the way layer by layer.
         rate: Operations per second: of the GPU `gpu`, or else of a matrix product here.
         seconds: Of the way layer by layer, at that rate.
-        comparison_seconds: Of the short fits that recipes are compared by before, in memory alone.
+        shared_seconds: Of what is done once for all KV ratios, in memory alone: the short fits that
+            recipes are compared by, DHA's search phase.
         ceiling: The ratio that is used instead of one that cannot be met, in words.
         on_gpu: Whether `available` is the memory of a GPU.
         elsewhere: Whether it is that of another machine.
@@ -136,7 +137,7 @@ class ConversionEstimate:
     flops: float
     rate: float
     seconds: float
-    comparison_seconds: float = 0.0
+    shared_seconds: float = 0.0
     ceiling: str = ""
     on_gpu: bool = False
     elsewhere: bool = False
@@ -204,7 +205,7 @@ class ConversionEstimate:
 
     @property
     def in_memory(self) -> Estimate:
-        return Estimate(self.resident, self.disk, self.seconds + self.comparison_seconds)
+        return Estimate(self.resident, self.disk, self.seconds + self.shared_seconds)
 
     @property
     def layer_by_layer(self) -> Estimate:

@@ -95,7 +95,8 @@ def resident_peak(conversion: Conversion, size: Size, width: int, gpu_memory: in
     rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0
     calibrating = c.statistics() + (1 if c.in_files else layers) * c.sums() + c.calibrating()
     stages = in_memory_stages(c, size, gpu_memory).values()
-    return model + others + max(calibrating, *stages, logits, rounded)
+    searching = c.searching(size, gpu_memory)  # in a search in a process of its own
+    return model + others + max(calibrating, searching, *stages, logits, rounded)
 
 
 def available_bytes(device: torch.device = CPU) -> int:

@@ -1,8 +1,8 @@
 """Estimate of a search.
 
 Trials and tokens are counted, memory and disk are sums, time is tokens over a rate that is
-configured or measured here on random weights. The starts of processes and the search phases of DHA
-are left out; the time of a plan apart from its operations is not known in advance.
+configured or measured here on random weights. The starts of processes are left out; the time of a
+plan apart from its operations is not known in advance.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class SearchWork:
         trainings: Number of trainings of the promotion.
         tokens: Trained on if every rung stops as many trials as it should.
         tokens_most: Trained on if it stops none.
+        tokens_of_phases: Trained on in DHA's search phases, which are before the trials.
         tokens_measured: Measured on.
     """
 
@@ -42,6 +43,7 @@ class SearchWork:
     trainings: int
     tokens: int
     tokens_most: int
+    tokens_of_phases: int
     tokens_measured: int
 
     @property
@@ -96,7 +98,9 @@ class SearchTime:
         share = (
             1 / 2 if any(each.distillation != "none" for each in inputs.trainings(train)) else 1 / 3
         )
-        training = (work.tokens + work.tokens_measured * share) / rate / 3600
+        # A search phase has no teacher, which is a quarter of the work of a distillation
+        phases = work.tokens_of_phases * (3 / 4 if train.distillation != "none" else 1)
+        training = (work.tokens + phases + work.tokens_measured * share) / rate / 3600
         planning_rate = conversion_rate(gpu) if gpu and resources.trial_gpus else None
         driving = (
             planning_seconds(
@@ -235,11 +239,14 @@ class SearchEstimate(SearchTime, SearchWork):
             verbose: Whether to list the memory of each process, by parts.
         """
         probes = f", {self.probes} of them probes" if self.probes else ""
+        phases = ""
+        if self.tokens_of_phases:
+            phases = f"; {compact(self.tokens_of_phases)} in DHA's search phases"
         words = {
             "trials": f"{self.trials}{probes}; {self.trainings} full training(s) in the promotion",
             "tokens": (
                 f"about {compact(self.tokens)} to train on, {compact(self.tokens_most)} at most; "
-                f"{compact(self.tokens_measured)} to measure on"
+                f"{compact(self.tokens_measured)} to measure on{phases}"
             ),
             "rate": f"{self.rate:.0f} tokens/s per worker, {self.rate_from}"
             if self.rate

@@ -32,6 +32,7 @@ from search_spaces.recipes.recipe import AXES, Recipe
 from trainers.evaluation import TEACHER_BYTES
 from trainers.freezing import key_value_parameters
 from trainers.polish import PolishWeights, polish_rows
+from trainers.search_phase import FUSION_DISTANCES, search_phase_settings
 from trainers.settings import TrainSettings
 
 FLOAT, DOUBLE = 4, 8
@@ -210,6 +211,38 @@ class Conversion:
             self.used_tokens, max(self.recipe.knobs("allocation")["tokens"], self.sequence_length)
         )
 
+    @cached_property
+    def search_phase(self) -> TrainSettings | None:
+        """The training of DHA's search phase; None for a recipe that has none."""
+        if FUSION_DISTANCES not in self.recipe.needs:
+            return None
+        length = self.sequence_length
+        return search_phase_settings(max(1, self.calibration_tokens // length), length)
+
+    @property
+    def search_phase_tokens(self) -> int:
+        """Tokens that DHA's search phase trains on."""
+        if self.search_phase is None:
+            return 0
+        steps = self.recipe.knobs("objective")["steps"]
+        return steps * self.search_phase.batch_size * self.sequence_length
+
+    def searching(self, size: Size, gpu_memory: int = 0) -> int:
+        """Return the bytes of DHA's search phase in addition to the model; 0 without one.
+
+        Weights, gradients and two moments of a copy with a KV head per query head, and what a
+        micro-batch leaves for its backward pass.
+        """
+        if self.search_phase is None:
+            return 0
+        g = self.geometry
+        copied = size.total + g.num_layers * lifted_weights(g)
+        tokens = self.search_phase.device_batch_size * self.sequence_length
+        logits = most_logit_bytes(g.vocab_size, tokens, gpu_memory)
+        # Keys of each query head as well: before and after their rotation, and parts of it
+        values = layer_values(self.config) + 4 * g.num_heads * g.head_dim
+        return FLOAT * (4 * copied + tokens * g.num_layers * values) + logits
+
     def plan_files(self, width: int) -> int:
         """Return the bytes of scratch files of a plan of all layers: metrics and layer inputs."""
         g, planned = self.geometry, self.planned_on
@@ -295,6 +328,12 @@ class Conversion:
         return (
             width * other_parameters + copies * trained + width * tokens * inner + logits + states
         )
+
+
+def lifted_weights(geometry: HeadGeometry) -> int:
+    """Return the weights that a layer has in addition where each query head has its own KV head."""
+    g = geometry
+    return 2 * (g.num_heads - g.num_kv_heads) * g.head_dim * g.hidden_size
 
 
 def layer_values(config: PretrainedConfig) -> int:

@@ -29,7 +29,7 @@ from attention.conversion.refinement.local import (
 from attention.conversion.refinement.windows import windows
 from attention.io.precision import DTYPES
 from orchestrator.resources.accelerators import training_operations
-from orchestrator.resources.size import Conversion, Size
+from orchestrator.resources.size import Conversion, Size, lifted_weights
 from search_spaces.allocation.knapsack import considered
 from search_spaces.grouping.merge_anneal import PRICES
 from search_spaces.grouping.subsets import EXACT_HEADS
@@ -120,6 +120,18 @@ def polish_operations(conversion: Conversion, size: Size, forward: float) -> flo
     through = c.geometry.num_layers * forward + 2.0 * LOGITS * size.embedding
     passes = 4 if c.polish_weights == "all" else 3
     return through * (passes * tokens + min(tokens, c.calibration_tokens))
+
+
+def search_phase_operations(conversion: Conversion, size: Size) -> float:
+    """Return the operations of DHA's search phase: steps of training with a KV head per query head.
+
+    The products that mix the weights of heads are left out: there are fewer of them than tokens.
+    """
+    c, g = conversion, conversion.geometry
+    attending = 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
+    forward = 2.0 * (size.active + lifted_weights(g)) + attending
+    through = g.num_layers * forward + 2.0 * LOGITS * size.embedding
+    return 3 * through * c.search_phase_tokens
 
 
 def grouping_operations(conversion: Conversion) -> float:

@@ -52,6 +52,7 @@ from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 from trainers.evaluation import evaluate
+from trainers.settings import threads_of
 from trainers.text.data import read_sequences
 from trainers.text.token_sets import is_complete
 
@@ -362,7 +363,8 @@ def measure_on_workers(
     if not tasks:
         return
     remote: Any = ray.remote(max_retries=1, **options)(measure_layer)
-    waiting = [remote.remote(task, context, max(1, round(options["num_cpus"]))) for task in tasks]
+    threads = threads_of(options["num_cpus"])
+    waiting = [remote.remote(task, context, threads) for task in tasks]
     failures = 0
     with stage("measuring increases of the loss", len(tasks), "layers") as progress:
         while waiting:

@@ -52,20 +52,10 @@ from trainers.evaluation import (
     evaluate,
     perplexity,
 )
+from trainers.rounded_caches import RoundedCacheRow, measure_rounded
 from trainers.text.data import LoadedTexts, Texts
 
 CHECKPOINT, ORIGINAL, BASELINE = "checkpoint", "original", "baseline"
-
-
-class RoundedCacheRow(FormatRecord):
-    """The checkpoint with its cache rounded as an engine rounds it.
-
-    The increase is relative to the original with a cache that is not rounded; without an original
-    to the checkpoint.
-    """
-
-    loss: float
-    kl: float | None
 
 
 class EvaluationRecord(TypedDict):
@@ -110,7 +100,9 @@ class EvaluationRecord(TypedDict):
     """With `--cache-format`: the format in which checkpoint and baseline were measured; the share
     is of the original's cache in 16 bits, or of the checkpoint's."""
     rounded_caches: NotRequired[list[RoundedCacheRow]]
-    """With `--cache-types`: the checkpoint with its cache in each of these formats."""
+    """With `--cache-types`: the checkpoint with its cache in each of these formats; the increase is
+    relative to the original with a cache that is not rounded, without an original to the
+    checkpoint."""
     seconds: dict[str, float]
 
 
@@ -447,33 +439,17 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             exact: The evaluation that losses are compared with.
         """
         plans = {key: opened.plan for key, opened in self.models.items()}
-        engine_model = self._with_engine_heads(model)
+        engine_model = _with_engine_heads("cache_types", model)
         rows: list[RoundedCacheRow] = []
         with stage("cache formats", len(self.rounded_pairs)) as progress:
             for pair in self.rounded_pairs:
-                with engine_cache(engine_model, pair):
-                    scored = evaluate(engine_model, sequences, teacher=reference)
-                compared = scored.compared(exact)
-                rows.append(
-                    {
-                        **format_record(pair, plans[CHECKPOINT], plans.get(ORIGINAL)),
-                        "loss": scored.loss,
-                        "kl": scored.kl,
-                        "loss_increase": compared["loss_increase"],
-                        "loss_increase_stderr": compared["loss_increase_stderr"],
-                    }
-                )
+                facts = format_record(pair, plans[CHECKPOINT], plans.get(ORIGINAL))
+                rows.append(measure_rounded(facts, engine_model, sequences, exact, reference))
                 progress.step()
         return rows
 
-    def _with_engine_heads(self, model: PreTrainedModel) -> PreTrainedModel:
-        try:
-            return with_engine_heads(model)
-        except CacheFormatError as error:
-            raise ConfigError(f"cache_format: {error}") from None
-
     def _engine_heads(self, model: PreTrainedModel) -> PreTrainedModel:
-        return model if self.cache_pair is None else self._with_engine_heads(model)
+        return model if self.cache_pair is None else _with_engine_heads("cache_format", model)
 
     def _rounding(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         return engine_cache(model, self.cache_pair)
@@ -490,6 +466,13 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             return
         print_evaluation(record)
         print_extras(record)
+
+
+def _with_engine_heads(option: str, model: PreTrainedModel) -> PreTrainedModel:
+    try:
+        return with_engine_heads(model)
+    except CacheFormatError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def _check_heads(option: str, pair: CachePair, models: Mapping[str, Checkpoint]) -> None:

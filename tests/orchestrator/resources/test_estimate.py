@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from orchestrator.config.schema import ConfigError
 from orchestrator.resources import estimate
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.size import Conversion, Size
-from orchestrator.resources.time import matmul_rate
+from orchestrator.resources.time import matmul_rate, search_phase_operations
 from search_spaces.recipes.catalogue import recipe
 
 GIGA = 2**30
@@ -142,6 +142,22 @@ def test_peak_memory_is_as_estimated(recipe_name: str, tmp_path: Path) -> None:
     options += ["--set", "refinement.fit_steps=2", "--set", "grouping=neighbour"]
     output, done = measured(config, tmp_path, *options, recipe=recipe_name)
     assert 0.75 < done["peak_memory"] / output["layerwise"] < 1.25
+
+
+def test_dhas_search_phase_counts() -> None:
+    config = llama(32, SEVEN_B)
+    conversion = Conversion(config, recipe("dha", **{"objective.steps": 10}), 0.25, 16_384, 4096, 512, torch.bfloat16)
+    assert conversion.search_phase_tokens == 10 * 8 * 512
+    parameters = Size.of(config).total  # each head has a KV head already
+    operations = search_phase_operations(conversion, Size.of(config))
+    assert 6 * parameters < operations / conversion.search_phase_tokens < 1.5 * 6 * parameters
+    gqa = replace(conversion, recipe=recipe("gqa"))
+    assert gqa.search_phase is None and search_phase_operations(gqa, Size.of(config)) == 0
+    # Weights, gradients and two moments of a copy, in addition to the model
+    added = of(config, "dha").resident - of(config, "gqa").resident
+    assert 16 * parameters < added < 1.5 * 16 * parameters
+    few = replace(conversion, calibration_tokens=3 * 512)
+    assert (few.search_phase.batch_size, few.search_phase.device_batch_size) == (3, 1)
 
 
 @pytest.mark.extended
