@@ -21,6 +21,8 @@ from attention.plan_parts import groups_of
 from search_spaces.partitions import Partition, expand_units
 
 SIDES = ("key", "value")
+FUSION_DISTANCES = "fusion_distances"
+"""Need of a part that judges groups by DHA's search phase: training steps before any plan."""
 
 
 @dataclass(frozen=True)

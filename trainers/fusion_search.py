@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from attention.base.progress import stage
 from attention.conversion.relaxation_knobs import rate_of
+from attention.io.precision import DTYPES, cast_weights
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.engine import TrainEngine
@@ -80,8 +81,10 @@ def search_distances(
             sequences, settings.batch_size, rank=rank, world_size=world_size, seed=seed
         )
 
+    copy = lifted(model)
+    cast_weights(copy, DTYPES[settings.dtype])
     distances = _distances(
-        _lagrangian(lifted(model), goal, steps, rate=rate),
+        _lagrangian(copy, goal, steps, rate=rate),
         settings,
         steps,
         stream,

@@ -75,7 +75,8 @@ def estimates(scale: Scale) -> Iterator[Row]:
             out = folder / f"out-{number}"
             seconds, peak = timed(["convert", *same, *sizes, *way, "--out", str(out)])
             what = f"{name}: {recipe} {ratio}{' ' + ' '.join(options) if options else ''}"
-            yield Row(f"{what}, time", seconds, estimate["seconds"], "s")
+            estimated = estimate["seconds"] + estimate["shared_flops"] / estimate["rate"]
+            yield Row(f"{what}, time", seconds, estimated, "s")
             yield Row(f"{what}, memory", peak, estimate["layerwise" if layerwise else "resident"] / GIGA, "GiB")
             written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
             yield Row(f"{what}, disk", written / 2**20, estimate["disk"] / 2**20, "MiB")

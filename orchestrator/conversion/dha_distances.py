@@ -22,8 +22,8 @@ from attention.io import checkpoint
 from attention.io.files import written_whole
 from orchestrator import checkpoints
 from search_spaces.recipes.recipe import Recipe
+from search_spaces.site import FUSION_DISTANCES
 from trainers.loop import LossFunction
-from trainers.search_phase import FUSION_DISTANCES
 from trainers.settings import TrainSettings
 from trainers.text.token_sets import TokenSequences, read_sequences
 

@@ -47,7 +47,7 @@ def estimate_conversions(
     working = request.working if elsewhere is None else request.written
     why_not = _why_not_layerwise(request)
     points = []
-    seconds = 0.0
+    shared = 0.0
     for budget, requested in request.distinct(report=True).items():
         used = float(budget)
         conversion = Conversion(
@@ -76,8 +76,7 @@ def estimate_conversions(
                 raise ConfigError(f"tensor_parallel: {error}") from None
             point = replace(point, tensor_parallel=ranks)
         if not points:
-            phase = search_phase_operations(conversion, Size.of(request.config))
-            seconds += phase / point.rate
+            shared += search_phase_operations(conversion, Size.of(request.config))
         points.append(point)
     _, _, length = request.text_sizes
     for recipe, ratio in compared:
@@ -91,8 +90,8 @@ def estimate_conversions(
             request.written,
             working,
         )
-        seconds += ConversionEstimate.of(short, machine).seconds
-    points[0] = replace(points[0], shared_seconds=seconds)
+        shared += ConversionEstimate.of(short, machine).flops
+    points[0] = replace(points[0], shared_flops=shared)
     return points
 
 

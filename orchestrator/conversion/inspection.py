@@ -17,7 +17,7 @@ from torch import Tensor
 from attention.base.messages import one_of
 from attention.base.progress import stage
 from attention.base.timing import Phases
-from attention.cache_formats import FormatRecord, offered_formats
+from attention.cache_formats import offered_formats
 from attention.io.precision import round_weights
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
@@ -37,7 +37,7 @@ from search_spaces.similarity.cka import redundancy
 from search_spaces.similarity.sharing import similarity_pairs
 from search_spaces.site import SIDES
 from trainers.evaluation import perplexity
-from trainers.rounded_caches import measure_rounded
+from trainers.rounded_caches import RoundedCacheRow, measure_rounded
 
 COMPARED = ("gqa", "headfold")
 FIT_KEY = "refinement.fit_steps"
@@ -108,7 +108,7 @@ class InspectionRecord(OriginalFacts):
     redundancy: list[Mapping[str, Any]]
     """Mean linear CKA of pairs of query heads, of stored key and value heads, in each layer."""
     budgets: list[BudgetRecord]
-    cache_formats: list[FormatRecord]
+    cache_formats: list[RoundedCacheRow]
     """The checkpoint as it is, with its cache in the formats of engines."""
     recipes: list[RecipeEntry]
     agreement: list[Mapping[str, Any]] | None
@@ -231,11 +231,11 @@ def _shortly_refined(recipe: Recipe, steps: int | None) -> Recipe:
     return recipe.with_changes(**{FIT_KEY: steps})
 
 
-def _formats(store: MemoryStore) -> list[FormatRecord]:
+def _formats(store: MemoryStore) -> list[RoundedCacheRow]:
     """Return the loss of the original with its cache in each format that an engine holds."""
     offered = offered_formats(store.request.checkpoint.plan)
     held_out = store.texts.held_out
-    records: list[FormatRecord] = []
+    records: list[RoundedCacheRow] = []
     with stage("rounding the cache", len(offered), "formats") as progress:
         for facts in offered:
             exact = store.original_evaluation

@@ -18,6 +18,7 @@ from orchestrator.conversion.request import ConversionRequest
 from search_spaces.planning.budgets import LOOKS_AT_WEIGHTS
 from search_spaces.planning.loss_increases import ESTIMATED_INCREASE
 from search_spaces.recipes.recipe import Recipe
+from search_spaces.site import FUSION_DISTANCES
 
 
 def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
@@ -35,7 +36,7 @@ def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
             wrong.append(("allocation.increases", "runs the whole model", ESTIMATED_INCREASE))
     elif parts["allocation"].needs & LOOKS_AT_WEIGHTS:
         wrong.append(("allocation", "looks at all layers before any gets its heads", "uniform"))
-    if recipe.objective is not None and parts["objective"].needs & {"measure", "fusion_distances"}:
+    if recipe.objective is not None and parts["objective"].needs & {"measure", FUSION_DISTANCES}:
         wrong.append(("objective", "runs the whole model", "least_squares"))
     if recipe.sharing != "none":
         wrong.append(("sharing", "compares the heads of all layers", "none"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.base.memory import freeze_garbage
-from attention.cache_formats import CachePair, FormatRecord, format_record
+from attention.cache_formats import CachePair, format_record
 from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import stored_tokens
 from attention.calibration.store import Calibration
@@ -35,11 +35,12 @@ from orchestrator.conversion.layer_store import LayerPlans, LayerStore
 from orchestrator.conversion.request import ConversionRequest
 from orchestrator.resources.memory import available_bytes
 from search_spaces.planning.planner import make_plan
+from search_spaces.site import FUSION_DISTANCES
 from trainers.evaluation import CachedTeacher, evaluate
 from trainers.loop import TrainingDiverged
 from trainers.polish import polish
-from trainers.rounded_caches import measure_rounded
-from trainers.search_phase import FUSION_DISTANCES, search_phase_settings
+from trainers.rounded_caches import RoundedCacheRow, measure_rounded
+from trainers.search_phase import search_phase_settings
 
 
 class MemoryStore(LayerStore[PreTrainedModel]):
@@ -147,11 +148,12 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             measured["mixed_moments"] = self.context.calibration.mixed
         return measured
 
-    def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> FormatRecord:
+    def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> RoundedCacheRow:
         """Return what a converted model loses with its cache in the formats of an engine."""
         facts = format_record(pair, plan_of(layers), self.request.checkpoint.plan)
         engine_model = with_engine_heads(layers)
-        return measure_rounded(facts, engine_model, self.texts.held_out, self.original_evaluation)
+        exact = self.original_evaluation
+        return measure_rounded(facts, engine_model, self.texts.held_out, exact, self.teacher)
 
     def compare(self, model: PreTrainedModel) -> Mapping[str, Any]:
         """Return held-out loss and KL of a converted model, and the original's loss."""

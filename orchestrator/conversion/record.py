@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
-from attention.cache_formats import FormatRecord
+from trainers.rounded_caches import RoundedCacheRow
 
 
 class CombinationRecord(TypedDict):
@@ -85,7 +85,7 @@ class ConversionPoint(TypedDict):
     """Optimizer steps, tokens, floating-point operations and seconds of the conversion."""
     polish: NotRequired[PolishRecord]
     """The steps of training at the end, if any."""
-    engine_cache: NotRequired[FormatRecord]
+    engine_cache: NotRequired[RoundedCacheRow]
     """With its cache in the formats that were chosen for an engine, or named."""
     combinations: NotRequired[list[CombinationRecord]]
     """The cache formats with fewer heads that were compared for that."""

@@ -15,6 +15,7 @@ from attention.ratios import bytes_of_ratio, own_heads, percent
 from attention.tensor_parallel import RankCache
 from orchestrator.resources.accelerators import conversion_rate, memory_of
 from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
+from orchestrator.resources.processes import search_phase_bytes
 from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
 from orchestrator.resources.time import START_SECONDS, matmul_rate, operations
 from orchestrator.storage.records import unmet
@@ -112,7 +113,7 @@ class ConversionEstimate:
         flops: Operations of the way layer by layer.
         rate: Operations per second: of the GPU `gpu`, or else of a matrix product here.
         seconds: Of the way layer by layer, at that rate.
-        shared_seconds: Of what is done once for all KV ratios, in memory alone: the short fits that
+        shared_flops: Of what is done once for all KV ratios, in memory alone: the short fits that
             recipes are compared by, DHA's search phase.
         ceiling: The ratio that is used instead of one that cannot be met, in words.
         on_gpu: Whether `available` is the memory of a GPU.
@@ -137,7 +138,7 @@ class ConversionEstimate:
     flops: float
     rate: float
     seconds: float
-    shared_seconds: float = 0.0
+    shared_flops: float = 0.0
     ceiling: str = ""
     on_gpu: bool = False
     elsewhere: bool = False
@@ -186,7 +187,9 @@ class ConversionEstimate:
             kv_bytes_per_token=bytes_of_ratio(conversion.kv_ratio, g, written),
             kv_bytes_per_token_original=bytes_of_ratio(1.0, g, written),
             parameters=size.total,
-            resident=base + READ + resident_peak(conversion, size, width, gpu_memory),
+            resident=base
+            + READ
+            + resident_peak(conversion, size, width, gpu_memory, search_phase_bytes(conversion)),
             layerwise=max(stages.values()),
             stages=stages,
             layerwise_possible=not why_not,
@@ -205,7 +208,7 @@ class ConversionEstimate:
 
     @property
     def in_memory(self) -> Estimate:
-        return Estimate(self.resident, self.disk, self.seconds + self.shared_seconds)
+        return Estimate(self.resident, self.disk, self.seconds + self.shared_flops / self.rate)
 
     @property
     def layer_by_layer(self) -> Estimate:
@@ -264,7 +267,7 @@ class ConversionEstimate:
                 f"{self.disk / giga:.2f} GiB, and {self.scratch / giga:.2f} GiB temporary (layer "
                 "by layer)"
             ),
-            "work": f"{self.flops:.2g} operations; {time}",
+            "work": f"{self.flops + self.shared_flops:.2g} operations; {time}",
         }
 
 

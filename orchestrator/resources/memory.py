@@ -84,8 +84,14 @@ def converted_attention(conversion: Conversion, size: Size) -> int:
     return c.working.itemsize * g.num_layers * (size.attention + measured * whole)
 
 
-def resident_peak(conversion: Conversion, size: Size, width: int, gpu_memory: int = 0) -> int:
-    """Return the bytes of the largest stage of a conversion in memory, less the process itself."""
+def resident_peak(
+    conversion: Conversion, size: Size, width: int, gpu_memory: int = 0, searching: int = 0
+) -> int:
+    """Return the bytes of the largest stage of a conversion in memory, less the process itself.
+
+    Args:
+        searching: Bytes of DHA's search phase, for a recipe that has one.
+    """
     g, c = conversion.geometry, conversion
     model, layers = width * size.total + converted_attention(c, size), g.num_layers
     model += c.recorded() + min(TEACHER_BYTES, c.working.itemsize * c.eval_tokens * g.hidden_size)
@@ -95,7 +101,6 @@ def resident_peak(conversion: Conversion, size: Size, width: int, gpu_memory: in
     rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0
     calibrating = c.statistics() + (1 if c.in_files else layers) * c.sums() + c.calibrating()
     stages = in_memory_stages(c, size, gpu_memory).values()
-    searching = c.searching(size, gpu_memory)  # in a search in a process of its own
     return model + others + max(calibrating, searching, *stages, logits, rounded)
 
 

@@ -43,6 +43,7 @@ from orchestrator.resources.size import (
     Size,
     inner_size,
     layer_values,
+    lifted_weights,
 )
 from trainers.adapters import adaptable
 from trainers.deepspeed_config import config_of, sums_in_float32
@@ -58,7 +59,11 @@ OF_ZERO = {
     "stage3_max_live_parameters": 1_000_000_000, "stage3_prefetch_bucket_size": 50_000_000,
 }  # fmt: skip
 """DeepSpeed's defaults, in numbers, of what it gathers, sends and steps at once."""
-TRAININGS = {"training worker": "train", "promotion worker": "promotion.train"}
+TRAININGS = {
+    "training worker": "train",
+    "search phase of DHA": "train",
+    "promotion worker": "promotion.train",
+}
 """The processes that train, and the section of the configuration that each is configured in."""
 Parts = dict[str, int]
 
@@ -289,6 +294,29 @@ class TrainingMemory:
         return 2 * g.hidden_size + 4 * g.num_heads * g.head_dim + 2 * inner
 
 
+def search_phase_parts(memory: TrainingMemory, train: TrainSettings) -> Parts:
+    """Return the parts of DHA's search phase with the settings of a training.
+
+    One worker trains all weights, of a copy with a KV head per query head.
+    """
+    train = train.on(1).model_copy(update={"tuning": "full", "distillation": "none"})
+    g = memory.geometry
+    tokens = train.device_batch_size * memory.sequence_length
+    copies = 4 * lifted_weights(g)  # weights, gradients, two moments
+    # Keys of each query head before and after their rotation, and parts of it
+    keys = 4 * g.num_heads * g.head_dim * tokens
+    return memory.parts(train) | {"lifted heads": FLOAT * g.num_layers * (copies + keys)}
+
+
+def search_phase_bytes(conversion: Conversion) -> int:
+    """Return the bytes that DHA's search phase adds to a conversion's process; 0 without one."""
+    if conversion.search_phase is None:
+        return 0
+    memory = TrainingMemory(conversion.config, conversion.sequence_length)
+    parts = search_phase_parts(memory, conversion.search_phase)
+    return sum(parts.values()) - parts["libraries"]
+
+
 @dataclass(frozen=True)
 class Needs:
     """The processes of one search. `mixed`: how the mixed moments of the statistics are stored."""
@@ -299,6 +327,8 @@ class Needs:
     def all(self) -> list[Need]:
         """Return the needs of the processes that load a model, and of the driver."""
         needs = [self.driver(), self.original(), self.planning(), *self.trainings()]
+        if any(conversion.search_phase for conversion in self.conversions):
+            needs.append(self.search_phase())
         return [*needs, self.gate()] if self.config.promotion.enabled else needs
 
     def refusals(self) -> list[str]:
@@ -397,6 +427,16 @@ class Needs:
     def training(self, process: str, train: TrainSettings) -> Need:
         """Return the need of a worker; where their number may change, with the largest share."""
         return self._training_memory.need(process, train)
+
+    def search_phase(self) -> Need:
+        """Return the need of DHA's search phase, which trains before the trials."""
+        train = self.config.train
+        chosen = self.recomputations()["training worker"]
+        settings = train.model_copy(update={"activation_checkpointing": chosen})
+        parts = search_phase_parts(self._training_memory, settings)
+        gpus = train.gpus_per_worker
+        kind = self.config.resources.accelerator_type if gpus else None
+        return Need("search phase of DHA", parts, gpus, kind)
 
     @cached_property
     def _training_memory(self) -> TrainingMemory:

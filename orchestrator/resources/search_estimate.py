@@ -34,8 +34,9 @@ class SearchWork:
         trainings: Number of trainings of the promotion.
         tokens: Trained on if every rung stops as many trials as it should.
         tokens_most: Trained on if it stops none.
-        tokens_of_phases: Trained on in DHA's search phases, which are before the trials.
         tokens_measured: Measured on.
+        search_phases: Number of DHA's search phases, which are before the trials.
+        search_phase_tokens: Trained on in all of them.
     """
 
     trials: int
@@ -43,8 +44,9 @@ class SearchWork:
     trainings: int
     tokens: int
     tokens_most: int
-    tokens_of_phases: int
     tokens_measured: int
+    search_phases: int
+    search_phase_tokens: int
 
     @property
     def converted(self) -> int:
@@ -59,8 +61,8 @@ class SearchTime:
     Attributes:
         rate: Tokens per second of one worker; None where it is not known.
         rate_from: "configured", "measured here", or why it is not known.
-        cpu_hours: Of trials and promotion.
-        gpu_hours: Of trials and promotion.
+        cpu_hours: Of search phases, trials and promotion.
+        gpu_hours: Likewise.
         hours: On the wall, with as many trials at a time as there is room for.
         price: Of these hours.
     """
@@ -98,9 +100,10 @@ class SearchTime:
         share = (
             1 / 2 if any(each.distillation != "none" for each in inputs.trainings(train)) else 1 / 3
         )
-        # A search phase has no teacher, which is a quarter of the work of a distillation
-        phases = work.tokens_of_phases * (3 / 4 if train.distillation != "none" else 1)
-        training = (work.tokens + phases + work.tokens_measured * share) / rate / 3600
+        training = (work.tokens + work.tokens_measured * share) / rate / 3600
+        # Without a teacher, which is a quarter of the work of a distillation
+        searching = work.search_phase_tokens / rate / 3600
+        searching *= 3 / 4 if train.distillation != "none" else 1
         planning_rate = conversion_rate(gpu) if gpu and resources.trial_gpus else None
         driving = (
             planning_seconds(
@@ -108,8 +111,9 @@ class SearchTime:
             )
             / 3600
         )
-        cpu_hours = training * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
-        gpu_hours = training * train.gpus_per_worker + driving * resources.trial_gpus
+        worked = training + searching
+        cpu_hours = worked * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
+        gpu_hours = worked * train.gpus_per_worker + driving * resources.trial_gpus
         paid_hours = gpu_hours if train.gpus_per_worker else cpu_hours
         price = resources.price_per_hour
         return cls(
@@ -117,7 +121,8 @@ class SearchTime:
             rate_from=source,
             cpu_hours=cpu_hours,
             gpu_hours=gpu_hours,
-            hours=(training / train.num_workers + driving) / parallel,
+            hours=(training / train.num_workers + driving) / parallel
+            + searching / max(1, min(work.search_phases, parallel)),
             price=None if price is None else price * paid_hours,
         )
 
@@ -239,14 +244,15 @@ class SearchEstimate(SearchTime, SearchWork):
             verbose: Whether to list the memory of each process, by parts.
         """
         probes = f", {self.probes} of them probes" if self.probes else ""
-        phases = ""
-        if self.tokens_of_phases:
-            phases = f"; {compact(self.tokens_of_phases)} in DHA's search phases"
+        in_phases = ""
+        if self.search_phases:
+            tokens = compact(self.search_phase_tokens)
+            in_phases = f"; {tokens} in {self.search_phases} search phase(s) of DHA before"
         words = {
             "trials": f"{self.trials}{probes}; {self.trainings} full training(s) in the promotion",
             "tokens": (
                 f"about {compact(self.tokens)} to train on, {compact(self.tokens_most)} at most; "
-                f"{compact(self.tokens_measured)} to measure on{phases}"
+                f"{compact(self.tokens_measured)} to measure on{in_phases}"
             ),
             "rate": f"{self.rate:.0f} tokens/s per worker, {self.rate_from}"
             if self.rate

@@ -29,10 +29,11 @@ from attention.modeling.running import batch_of, layer_batch
 from orchestrator.config.schema import SearchConfig
 from search_spaces.planning.widths import with_width
 from search_spaces.recipes.recipe import AXES, Recipe
+from search_spaces.site import FUSION_DISTANCES
 from trainers.evaluation import TEACHER_BYTES
 from trainers.freezing import key_value_parameters
 from trainers.polish import PolishWeights, polish_rows
-from trainers.search_phase import FUSION_DISTANCES, search_phase_settings
+from trainers.search_phase import search_phase_settings
 from trainers.settings import TrainSettings
 
 FLOAT, DOUBLE = 4, 8
@@ -226,22 +227,6 @@ class Conversion:
             return 0
         steps = self.recipe.knobs("objective")["steps"]
         return steps * self.search_phase.batch_size * self.sequence_length
-
-    def searching(self, size: Size, gpu_memory: int = 0) -> int:
-        """Return the bytes of DHA's search phase in addition to the model; 0 without one.
-
-        Weights, gradients and two moments of a copy with a KV head per query head, and what a
-        micro-batch leaves for its backward pass.
-        """
-        if self.search_phase is None:
-            return 0
-        g = self.geometry
-        copied = size.total + g.num_layers * lifted_weights(g)
-        tokens = self.search_phase.device_batch_size * self.sequence_length
-        logits = most_logit_bytes(g.vocab_size, tokens, gpu_memory)
-        # Keys of each query head as well: before and after their rotation, and parts of it
-        values = layer_values(self.config) + 4 * g.num_heads * g.head_dim
-        return FLOAT * (4 * copied + tokens * g.num_layers * values) + logits
 
     def plan_files(self, width: int) -> int:
         """Return the bytes of scratch files of a plan of all layers: metrics and layer inputs."""

@@ -61,6 +61,10 @@ LOGITS, DRAWN = 5.5, 6.0
 """Products with the output matrix that measuring a token takes, and its share in the sensitivity of
 the outputs, with the softmax over the vocabulary counted as such.
 """
+TRAINED_LOGITS = 5.5
+"""Products with the output matrix that training on a token takes: forward, again on the way back,
+two gradients; and the softmax.
+"""
 START_SECONDS = 12.0  # libraries and texts
 
 
@@ -125,13 +129,14 @@ def polish_operations(conversion: Conversion, size: Size, forward: float) -> flo
 def search_phase_operations(conversion: Conversion, size: Size) -> float:
     """Return the operations of DHA's search phase: steps of training with a KV head per query head.
 
-    The products that mix the weights of heads are left out: there are fewer of them than tokens.
+    The products that mix the weights of heads are left out: once for all tokens of a micro-batch
+    they take as many operations as one token does for each head.
     """
     c, g = conversion, conversion.geometry
     attending = 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
     forward = 2.0 * (size.active + lifted_weights(g)) + attending
-    through = g.num_layers * forward + 2.0 * LOGITS * size.embedding
-    return 3 * through * c.search_phase_tokens
+    passes = 3 * g.num_layers * forward + 2.0 * TRAINED_LOGITS * size.embedding
+    return passes * c.search_phase_tokens
 
 
 def grouping_operations(conversion: Conversion) -> float:

@@ -27,6 +27,7 @@ from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import RECIPE_FIELDS
 from search_spaces.recipes.rules import keeps_everything
 from search_spaces.recovery.tuning import AS_CONFIGURED
+from search_spaces.site import FUSION_DISTANCES
 from search_spaces.space.joint_space import Domain, JointSpace
 
 Point = dict[str, Any]
@@ -273,6 +274,31 @@ def named_candidates(
         for trained in with_objectives(recipe, objectives, weight)
         for seed in config.seeds
     )
+
+
+def search_phase_candidates(config: SearchConfig, named: Sequence[Candidate]) -> list[Candidate]:
+    """Return a candidate for each of DHA's search phases that the trials need.
+
+    Phases differ in steps, rate and seed. Where the search space has the objective, its trials
+    share one.
+
+    Args:
+        config: The configuration.
+        named: Its named candidates.
+    """
+    candidates = list(named)
+    section = config.search
+    if "fusion_loss" in section.search_space.get("objective", ()):
+        knobs = ("objective.steps", "objective.rate")
+        fixed = {name: value for name, value in section.params.items() if name in knobs}
+        candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
+    phases: dict[tuple[Any, ...], Candidate] = {}
+    for candidate in candidates:
+        if FUSION_DISTANCES in candidate.recipe.needs:
+            knobs_of_phase = candidate.recipe.knobs("objective")
+            phase = (knobs_of_phase["steps"], knobs_of_phase["rate"], candidate.seed)
+            phases.setdefault(phase, candidate)
+    return list(phases.values())
 
 
 def with_objectives(recipe: Recipe, distillations: Sequence[str], weight: float) -> list[Recipe]:

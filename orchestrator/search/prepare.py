@@ -36,7 +36,7 @@ from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibration import Workers, checkpoint_calibration, is_shared
 from orchestrator.conversion.execution import planning_context
 from orchestrator.resources.processes import Needs
-from orchestrator.search.candidates import Candidate
+from orchestrator.search.candidates import Candidate, search_phase_candidates
 from orchestrator.search.texts import TEST
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.search.trials.untrained import shared_parts
@@ -48,7 +48,6 @@ from orchestrator.storage.records import OriginalRecord
 from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES
 from search_spaces.recipes.catalogue import AXES
-from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 from trainers.evaluation import evaluate
@@ -266,15 +265,8 @@ def head_similarities(context: TrialContext, recipe: Recipe) -> dict[tuple[int, 
 
 
 def run_search_phases(config: SearchConfig, prepared: Prepared, context: TrialContext) -> None:
-    """Run DHA's search phase, for every seed of every candidate whose plan rests on one."""
-    candidates = list(prepared.problem.named)
-    if "fusion_loss" in config.search.search_space.get("objective", ()):
-        fixed = {
-            k: v
-            for k, v in config.search.params.items()
-            if k in ("objective.steps", "objective.rate")
-        }
-        candidates.append(Candidate(named_recipe("dha", settings=fixed), 0.5, 1.0, config.seeds[0]))
+    """Run DHA's search phases that plans of the trials are based on."""
+    candidates = search_phase_candidates(config, prepared.problem.named)
     phases = [phase for phase in map(context.search_phase, candidates) if phase]
     dha_distances.prepare(phases, context.calibration_cache, worker_options(config))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 
 from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
@@ -18,11 +17,11 @@ from orchestrator.search.candidates import (
     candidate_space,
     engine_form,
     named_candidates,
+    search_phase_candidates,
     searcher_settings,
 )
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.storage.paths import storage_path
-from trainers.search_phase import FUSION_DISTANCES
 
 
 def open_models(config: SearchConfig, *, weights: bool = True) -> SearchConfig:
@@ -142,11 +141,8 @@ class SearchSetup:
             left = never_stopped + stoppable * config.rungs.reduction_factor**-rung
             tokens += left * (after - before) * step_tokens
             measured += left * config.data.eval.tokens
-        phases = {
-            (*itemgetter("steps", "rate")(candidate.recipe.knobs("objective")), candidate.seed)
-            for candidate in problem.named
-            if FUSION_DISTANCES in candidate.recipe.needs
-        }
+        phases = search_phase_candidates(config, problem.named)
+        phase_steps = sum(each.recipe.knobs("objective")["steps"] for each in phases)
         promotion, ratios = config.promotion, len(config.search.kv_ratios or config.search.kv_heads)
         # Candidates, and the baseline at each KV ratio
         trainings = ratios * (2 if promotion.select == "front" else promotion.top + 1)
@@ -158,7 +154,8 @@ class SearchSetup:
             probes=probes,
             trainings=trainings,
             tokens=round(tokens) + promoted,
-            tokens_of_phases=sum(steps for steps, _, _ in phases) * step_tokens,
             tokens_most=(trials - probes) * config.rungs.steps[-1] * step_tokens + promoted,
             tokens_measured=round(measured),
+            search_phases=len(phases),
+            search_phase_tokens=phase_steps * step_tokens,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attention.axes import Knob
 from search_spaces.axes import OBJECTIVE
 from search_spaces.costs import PairCost
-from search_spaces.site import Site
+from search_spaces.site import FUSION_DISTANCES, Site
 
 
 @OBJECTIVE.part(
@@ -26,7 +26,7 @@ _KNOBS = (
     "fusion_loss",
     source="Chen 2024 (DHA), sec. 4.3, Eq. 7 and App. B.2 to B.4",
     knobs=_KNOBS,
-    needs=("fusion_distances",),
+    needs=(FUSION_DISTANCES,),
 )
 def fusion_loss(site: Site, *, steps: int = 240, rate: float = 1e-2) -> PairCost:
     """Additive.

@@ -26,11 +26,12 @@ from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeErr
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import WIDEST
 from search_spaces.recipes.rules import broken_rules, makes_equal_groups
+from search_spaces.site import FUSION_DISTANCES
 from search_spaces.space.domains import FIELD_ORDER, Domain, SpacePoint, by_field
 
 OPTIONAL = ("objective", "similarity")
 PROVIDED = ("statistics", "model")
-ON_REQUEST = frozenset({"fusion_distances", "few_heads"})
+ON_REQUEST = frozenset({FUSION_DISTANCES, "few_heads"})
 """Needs of parts that are proposed only if named: a search phase of training steps before any plan,
 and few enough heads to score all partitions."""
 # Only if `choices` names them: every trial would take longer, or be another model

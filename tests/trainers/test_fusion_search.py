@@ -9,6 +9,7 @@ import torch
 
 from attention.conversion.convert import assemble, lift
 from attention.heads import LayerHeads
+from attention.io.precision import cast_weights
 from attention.modeling.model_classes import plan_of
 from trainers.fusion_search import search_distances
 from trainers.settings import TrainSettings
@@ -44,6 +45,16 @@ def test_the_model_stays_and_the_search_repeats(tiny_model: Any) -> None:
     first, second = search(model, 3), search(model, 3, zero_stage=3)
     torch.testing.assert_close(first["key"], second["key"], atol=1e-4, rtol=0)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_it_trains_in_the_dtype_of_its_settings(tiny_model: Any) -> None:
+    model = tiny_model("llama", num_key_value_heads=2)
+    cast_weights(model, torch.bfloat16)
+    result = search(model, 3)
+    assert {tensor.dtype for tensor in result.values()} == {torch.float32}
+    assert model.dtype == torch.bfloat16, "a copy trains"
+    cast_weights(model, torch.float32)
+    torch.testing.assert_close(result["key"], search(model, 3)["key"], atol=1e-6, rtol=0)
 
 
 @pytest.mark.heavy

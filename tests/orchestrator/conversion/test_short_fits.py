@@ -72,9 +72,9 @@ def test_the_estimate_counts_what_is_compared(demo_dir: Path) -> None:
     only_fits = {"overrides": {"refinement.fit_steps": 12}}
     compared = convert(demo_dir, **only_fits)
     assert [(one.name, ratio) for one, ratio in compared.compared] == [("headfold_layers", 0.5), ("headfold_wide", 0.5)]
-    assert compared.estimate.points[0].shared_seconds > 0
+    assert compared.estimate.points[0].shared_flops > 0
     named = convert(demo_dir, recipe="headfold_layers", **only_fits)
-    assert named.compared == [] and named.estimate.points[0].shared_seconds == 0
+    assert named.compared == [] and named.estimate.points[0].shared_flops == 0
     assert convert(demo_dir, kv_ratio="0.5,0.25", **only_fits).compared == [], "several ratios compare nothing"
 
 

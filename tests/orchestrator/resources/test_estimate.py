@@ -157,7 +157,7 @@ def test_dhas_search_phase_counts() -> None:
     added = of(config, "dha").resident - of(config, "gqa").resident
     assert 16 * parameters < added < 1.5 * 16 * parameters
     few = replace(conversion, calibration_tokens=3 * 512)
-    assert (few.search_phase.batch_size, few.search_phase.device_batch_size) == (3, 1)
+    assert (few.search_phase.batch_size, few.search_phase.device_batch_size) == (3, 3)
 
 
 @pytest.mark.extended

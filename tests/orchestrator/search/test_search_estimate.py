@@ -47,7 +47,11 @@ def test_trials_and_tokens_are_counted(tmp_path: Path) -> None:
     trials = (37 * 2 + 3) * 2 * 2
     assert result.trials == trials
     assert result.tokens == result.tokens_most == trials * 36 * 8 * 128
-    assert result.tokens_of_phases == 2 * 60 * 8 * 128, "one search phase of DHA for each seed, for all its arms"
+    assert result.search_phases == 2, "one of DHA for each seed, for all its arms"
+    assert result.search_phase_tokens == 2 * 60 * 8 * 128
+    assert "search phase of DHA" in [need.process for need in result.processes]
+    joint = of(config_of("joint"), tmp_path)
+    assert (joint.search_phases, joint.search_phase_tokens) == (1, 60 * 8 * 128), "of the objectives that are sampled"
     assert of(config_of("papers", "search.distillations=[none]"), tmp_path).trials == 40 * 2 * 2
     assert result.trainings == 0
 
