@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub name must fail at once, not after half a minute of retries
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -64,6 +65,9 @@ from attention.plan import AttentionPlan
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 from trainers.text.data import write_sequences
+
+if TYPE_CHECKING:
+    from orchestrator.tracking.runs import Tracker
 
 # A shell's background job ignores Ctrl-C, and so would every process that the tests start and then interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -445,6 +449,15 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     open_client(default_uri(folder)).search_experiments()
     return folder / "mlflow.db"
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
+    """A tracker whose database is in `tmp_path`."""
+    from orchestrator.tracking.runs import Tracker
+
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return Tracker.open(None, "tests", tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +63,6 @@ def context(tmp_path: Path, folder: SearchFolder) -> TrialContext:
         train={},
         original_loss=2.0,
     )
-
-
-@pytest.fixture
-def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    return Tracker.open(None, "tests", tmp_path)
 
 
 @pytest.fixture

@@ -58,8 +58,8 @@ def parsed(folder: Path, demo_dir: Path, **promotion: Any) -> SearchConfig:
 
 
 def promoted(
-    config: SearchConfig, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
-) -> tuple[dict[str, Any], Tracker, SearchFolder]:
+    config: SearchConfig, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, tracker: Tracker
+) -> tuple[dict[str, Any], SearchFolder]:
     """A promotion of the demo model with pairs of heads averaged, which breaks it, as if a search had made it."""
     folder = SearchFolder.fresh(tmp_path / "runs", "small")
     layer = LayerPlan((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 1, 1, 2, 2, 3, 3))
@@ -84,13 +84,11 @@ def promoted(
         for name, recipe, loss in records
     ]
     write_journal(folder.root, created)
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    tracker = Tracker.open(None, "tests", tmp_path)
     parent = parent_run(folder.root)
     parent.status, parent.run_id = None, tracker.start("search")
     session = SearchSession(config, folder, context, MlflowSync(lambda: tracker, parent), 1)
     (candidate,) = promote.promote_trials(session)["candidates"].values()
-    return candidate, tracker, folder
+    return candidate, folder
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +98,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.extended
 def test_scores_reach_mlflow_as_metrics_and_an_artifact(
-    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
+    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, tracker: Tracker
 ) -> None:
     config = parsed(tasks, demo_dir)
-    candidate, tracker, folder = promoted(config, demo_dir, demo_model, tmp_path, empty_store)
+    candidate, folder = promoted(config, demo_dir, demo_model, tmp_path, tracker)
     assert candidate["status"] == PROMOTED, "without a limit a drop is told, not judged"
     assert candidate["gate"]["worth"] == "passed"
     own, original = (candidate["measured"]["tasks"][name]["next_line"] for name in ("checkpoint", "original"))
@@ -130,10 +128,10 @@ def test_scores_reach_mlflow_as_metrics_and_an_artifact(
 
 @pytest.mark.extended
 def test_the_gate_refuses_a_drop_that_is_too_large(
-    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
+    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, tracker: Tracker
 ) -> None:
     config = parsed(tasks, demo_dir, max_task_drop=0.05)
-    candidate, *_ = promoted(config, demo_dir, demo_model, tmp_path, empty_store)
+    candidate, _ = promoted(config, demo_dir, demo_model, tmp_path, tracker)
     assert candidate["status"] == REFUSED
     assert not (Path(candidate["model"]) / CARD).exists()
     (reason,) = candidate["reasons"]
@@ -158,11 +156,11 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(tasks: Path, 
 
 
 def test_text_and_long_contexts_of_a_finalist_are_shown_with_the_others(
-    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, empty_store: Path
+    tasks: Path, demo_dir: Path, demo_model: PreTrainedModel, tmp_path: Path, tracker: Tracker
 ) -> None:
     more: dict[str, Any] = {"tasks": [], "prompts": ["def read_lines(path):"], "context_lengths": [64, 72]}
     config = parsed(tasks, demo_dir, **more)
-    candidate, tracker, _ = promoted(config, demo_dir, demo_model, tmp_path, empty_store)
+    candidate, _ = promoted(config, demo_dir, demo_model, tmp_path, tracker)
     assert candidate["status"] == PROMOTED and set(candidate["measured"]) == {"generations", "long_context"}
     (generation,) = candidate["measured"]["generations"]
     assert set(generation["texts"]) == {"checkpoint", "original", "baseline"}

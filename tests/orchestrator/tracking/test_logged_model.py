@@ -34,12 +34,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    return Tracker.open(None, "tests", tmp_path)
-
-
 def test_a_version_is_loaded_from_the_store_by_mlflow(tracker: Tracker, exported: Path) -> None:
     run_id = tracker.start("promotion")
     version = tracker.register("demo", exported, run_id, tags={"gate": "passed"}, description="x")

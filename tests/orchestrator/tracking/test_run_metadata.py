@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ from orchestrator.tracking.sync import MlflowSync, parent_run
 from trainers.text.token_sets import write_sequences
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture
-def tracker(tmp_path: Path, empty_store: Path) -> Tracker:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    return Tracker.open(None, "tests", tmp_path)
 
 
 @pytest.fixture

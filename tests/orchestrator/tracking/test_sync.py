@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,6 @@ from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
 AWAY = ConnectionError("nobody there")
 STEPS = {0: 3.0, 5: 2.5, 10: 2.0}
-
-
-@pytest.fixture
-def plain(tmp_path: Path, empty_store: Path) -> Iterator[Tracker]:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    yield Tracker.open(None, "tests", tmp_path)
 
 
 class Store:
@@ -53,19 +45,19 @@ class Store:
 class Line(Tracker):
     """A tracker whose client is such a store."""
 
-    def __init__(self, plain: Tracker, store: Store) -> None:
-        super().__init__(plain.uri, plain.experiment_id, store)
+    def __init__(self, tracker: Tracker, store: Store) -> None:
+        super().__init__(tracker.uri, tracker.experiment_id, store)
 
 
 @pytest.fixture
-def store(plain: Tracker, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setattr(sync, "PAUSE_SECONDS", (0.0, 0.0))
-    return Store(plain.client)
+    return Store(tracker.client)
 
 
-def driver(plain: Tracker, store: Store, folder: Path, status: str = RUNNING) -> MlflowSync:
+def driver(tracker: Tracker, store: Store, folder: Path, status: str = RUNNING) -> MlflowSync:
     """The state of a driver after its start: without knowledge of the store."""
-    return MlflowSync(lambda: Line(plain, store), parent_run(folder, status=status))
+    return MlflowSync(lambda: Line(tracker, store), parent_run(folder, status=status))
 
 
 def trial(number: int, rungs: int = 3, status: str = RUNNING) -> TrackedRun:
@@ -84,26 +76,26 @@ def tell(sync: MlflowSync, number: int) -> None:
     sync.put(trial(number, status=DONE))
 
 
-def check(plain: Tracker, trials: int) -> None:
+def check(tracker: Tracker, trials: int) -> None:
     """Each trial is there once, with each point of its series once, at its own time."""
-    runs = plain.client.search_runs([plain.experiment_id])
+    runs = tracker.client.search_runs([tracker.experiment_id])
     assert len(runs) == trials + 1
     (parent,) = [r for r in runs if r.data.tags["headfold.kind"] == "search"]
-    children = plain.children(parent.info.run_id)
+    children = tracker.children(parent.info.run_id)
     assert sorted(r.data.tags["trial_id"] for r in children) == [f"t{n}" for n in range(trials)]
     for run in children:
-        points = plain.client.get_metric_history(run.info.run_id, "loss")
+        points = tracker.client.get_metric_history(run.info.run_id, "loss")
         assert [(p.step, p.value) for p in points] == list(STEPS.items())
         assert [p.timestamp for p in points] == [1000 * (1_000_000_000 + step) for step in STEPS]
         assert run.info.status == "FINISHED"
         assert run.data.params["choices.grouping"] == "exact"
-        assert [f.path for f in plain.client.list_artifacts(run.info.run_id)] == ["gate.yaml"]
+        assert [f.path for f in tracker.client.list_artifacts(run.info.run_id)] == ["gate.yaml"]
 
 
 def test_what_happened_while_the_store_was_away_is_reported_when_it_is_back(
-    plain: Tracker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tracker: Tracker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sync = driver(plain, store, tmp_path)
+    sync = driver(tracker, store, tmp_path)
     tell(sync, 0)
     store.away = True
     tell(sync, 1)
@@ -112,9 +104,10 @@ def test_what_happened_while_the_store_was_away_is_reported_when_it_is_back(
         sync.registry()
     store.away = False
     tell(sync, 2)
-    assert sync.waiting == 0 and sync.registry().uri == plain.uri
-    assert sync.put(trial(1, status=DONE)) in {r.info.run_id for r in plain.client.search_runs([plain.experiment_id])}
-    check(plain, 3)
+    assert sync.waiting == 0 and sync.registry().uri == tracker.uri
+    runs = tracker.client.search_runs([tracker.experiment_id])
+    assert sync.put(trial(1, status=DONE)) in {run.info.run_id for run in runs}
+    check(tracker, 3)
     assert [
         r.getMessage().count("is not reachable") + r.getMessage().count("is reachable again") for r in caplog.records
     ] == [1, 1]
@@ -122,11 +115,11 @@ def test_what_happened_while_the_store_was_away_is_reported_when_it_is_back(
 
 @pytest.mark.parametrize("deaf", [False, True])
 def test_killed_after_any_call_nothing_is_lost_and_nothing_reported_twice(
-    plain: Tracker, store: Store, tmp_path: Path, deaf: bool
+    tracker: Tracker, store: Store, tmp_path: Path, deaf: bool
 ) -> None:
     """`deaf`: the store takes the last call, and the driver is killed before it knows."""
     for patience in range(1, 17, 3):
-        own = Tracker(plain.uri, plain.client.create_experiment(f"killed after {patience}"))
+        own = Tracker(tracker.uri, tracker.client.create_experiment(f"killed after {patience}"))
         store.patience, store.deaf = patience, deaf
         first = driver(own, store, tmp_path)
         tell(first, 0)
@@ -140,31 +133,31 @@ def test_killed_after_any_call_nothing_is_lost_and_nothing_reported_twice(
         check(own, 2)
 
 
-def test_what_is_there_is_not_reported_again(plain: Tracker, store: Store, tmp_path: Path) -> None:
-    tell(driver(plain, store, tmp_path), 0)
+def test_what_is_there_is_not_reported_again(tracker: Tracker, store: Store, tmp_path: Path) -> None:
+    tell(driver(tracker, store, tmp_path), 0)
     store.calls.clear()
-    again = driver(plain, store, tmp_path)
+    again = driver(tracker, store, tmp_path)
     again.put(trial(0, status=DONE))
     again.put(trial(0, status=DONE))
     assert set(store.calls) == {"search_runs"}
-    check(plain, 1)
+    check(tracker, 1)
 
 
-def test_a_trial_that_resumes_is_taken_up_in_its_run(plain: Tracker, store: Store, tmp_path: Path) -> None:
-    first = driver(plain, store, tmp_path)
+def test_a_trial_that_resumes_is_taken_up_in_its_run(tracker: Tracker, store: Store, tmp_path: Path) -> None:
+    first = driver(tracker, store, tmp_path)
     run_id = first.put(trial(0, 1, KILLED))
-    assert plain.client.get_run(run_id).info.status == "KILLED"
-    second = driver(plain, store, tmp_path)
+    assert tracker.client.get_run(run_id).info.status == "KILLED"
+    second = driver(tracker, store, tmp_path)
     assert second.put(trial(0, 2)) == run_id and second.parent_id == first.parent_id
-    assert plain.client.get_run(run_id).info.status == "RUNNING"
+    assert tracker.client.get_run(run_id).info.status == "RUNNING"
     second.put(trial(0, status=DONE))
-    check(plain, 1)
+    check(tracker, 1)
 
 
 def test_what_the_store_refuses_does_not_hold_up_the_rest(
-    plain: Tracker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tracker: Tracker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sync = driver(plain, store, tmp_path)
+    sync = driver(tracker, store, tmp_path)
     with caplog.at_level(logging.WARNING):
         sync.put(replace(trial(0, 0), params={"a name with a forbidden sign \0": 1}))
     assert "MLflow has refused the params" in caplog.text
@@ -183,9 +176,9 @@ def test_a_store_that_never_comes_is_reported_and_is_no_error(
 
 
 def test_points_that_are_added_while_the_store_is_away_are_there_once_when_it_is_back(
-    plain: Tracker, store: Store, tmp_path: Path
+    tracker: Tracker, store: Store, tmp_path: Path
 ) -> None:
-    sync = driver(plain, store, tmp_path)
+    sync = driver(tracker, store, tmp_path)
     run = trial(0, rungs=1)
     sync.put(run)
     points = trial(0).points
@@ -197,4 +190,4 @@ def test_points_that_are_added_while_the_store_is_away_are_there_once_when_it_is
     sync.add_points(run.tags, points[2:])
     assert store.calls[calls:].count("log_batch") == 1, "both in one request"
     sync.put(trial(0, status=DONE))
-    check(plain, 1)
+    check(tracker, 1)

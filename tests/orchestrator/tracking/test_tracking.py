@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,12 +33,6 @@ from orchestrator.tracking.errors import TrackingError, redact
 from orchestrator.tracking.logged_model import write_mlmodel
 from orchestrator.tracking.runs import Tracker, default_uri
 from orchestrator.tracking.sync import MlflowSync, parent_run
-
-
-@pytest.fixture
-def tracker(tmp_path: Path, empty_store: Path) -> Iterator[Tracker]:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    yield Tracker.open(None, "tests", tmp_path)
 
 
 def run_of(tracker: Tracker, run_id: str) -> Any:
