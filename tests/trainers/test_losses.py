@@ -62,6 +62,15 @@ def test_kl_worked_example() -> None:
     assert kl(teacher, student).item() == pytest.approx(backwards, abs=1e-6)
 
 
+def test_kl_without_gradients_is_the_same_and_leaves_the_logits() -> None:
+    student, teacher = (random(3, 5, 11, seed=seed, dtype=torch.float32) for seed in (0, 1))
+    before = student.clone(), teacher.clone()
+    with_gradients = kl(student, teacher)
+    with torch.no_grad():
+        assert torch.equal(kl(student, teacher), with_gradients)
+    assert torch.equal(student, before[0]) and torch.equal(teacher, before[1])
+
+
 def test_kl_is_zero_for_equal_distributions_and_has_no_slope_there() -> None:
     teacher = random(2, 5, 11)
     student = (teacher + 3.0).requires_grad_()  # a shift of all logits changes no distribution
