@@ -92,7 +92,8 @@ held-out ones to measure on, in sequences of 512. More calibration text loses le
 text](howto/own-data.md) for numbers on your use. *Increase* is that of the held-out loss in nats per token, with
 the standard error of the paired difference. *Minutes* are of one command, for all its sizes, with other work on the
 same cores, as is the time of a part below its table (that of the last run, if a search was continued): an idle machine
-takes less.
+takes less. Parts of 2026-11-28 were measured on two cores without AVX-512, which take two to three times as long as the
+others.
 
 """
 HOW = """

@@ -161,7 +161,8 @@ def in_formats(
         types = ["--cache-types", ",".join(formats)]
         record = work.run(_file_name(f"{name} {model}"), "evaluate", folder, *options, *types)
         for row in record["rounded_caches"]:
-            yield _in_format(model, row["cache_format"], row["share"], row)
+            cache = row["cache_format"].replace(",", "/")  # as options name it
+            yield _in_format(model, cache, row["share"], row)
 
 
 def formats(work: Workspace) -> Iterator[Row]:
