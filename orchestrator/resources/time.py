@@ -62,8 +62,8 @@ LOGITS, DRAWN = 5.5, 6.0
 the outputs, with the softmax over the vocabulary counted as such.
 """
 TRAINED_LOGITS = 5.5
-"""Products with the output matrix that training on a token takes: forward, again on the way back,
-two gradients; and the softmax.
+"""Products with the output matrix that training on a token takes: forward, again in the backward
+pass, two gradients; and the softmax.
 """
 START_SECONDS = 12.0  # libraries and texts
 
