@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
+from attention.io.sources import write_source_note
 from headfold.results import (
     ConversionResult,
     EvaluationResult,
@@ -151,10 +152,9 @@ def convert(
                 "kv_ratio: one checkpoint is made at a time; give one ratio, and call again for "
                 "others"
             )
-        record = dict(task.run())
-    if isinstance(model, PreTrainedModel):
-        record["model"] = _name_of(model)
-    return ConversionResult(record, folder, temporary)
+        record: dict[str, Any] = dict(task.run())
+    # Where `output_dir` has several ratios it is a folder in there
+    return ConversionResult(record, Path(record["out"]), temporary)
 
 
 def evaluate(
@@ -276,8 +276,11 @@ def _source(model: ModelSource, tokenizer: Any) -> Generator[str | Path | Checkp
                 "tokenizer: this model was not loaded from a checkpoint; give its tokenizer"
             )
         tokenizer = Checkpoint.open(model.name_or_path).tokenizer
+    name = _name_of(model)
     with TemporaryDirectory(prefix="headfold-") as folder:
-        yield files.save(model, Path(folder) / Path(_name_of(model)).name, tokenizer)
+        path = files.save(model, Path(folder) / Path(name).name, tokenizer)
+        write_source_note(path, name)
+        yield path
 
 
 def _name_of(model: PreTrainedModel) -> str:

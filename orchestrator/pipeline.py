@@ -340,7 +340,11 @@ def _run_to_end(
         write_json(folder.state, state | {"resumed": _iso(started)})
     try:
         with report_waiting(
-            config, folder, mlflow, partial(_search_run, config, folder, records.RUNNING)
+            config,
+            folder,
+            mlflow,
+            partial(_search_run, config, folder, records.RUNNING),
+            control.promoting.is_set,
         ):
             outcome = _run(config, prepared, folder, mlflow, parallel, control)
         status = outcome.status

@@ -135,9 +135,13 @@ class TrainEngine(zero.EngineOwner):
                 f"a worker takes {rows} / {workers} sequences per step, got {len(batch)}"
             )
         mean = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, piece in enumerate(batch.to(self.device).tensor_split(passes)):
-            # A worker without a row for this pass takes part all the same: the others wait for it
-            loss = loss_fn(self._engine, piece if len(piece) else batch[:1].to(self.device))
+        batch = batch.to(self.device)
+        most = [len(part) for part in torch.arange(-(-rows // workers)).tensor_split(passes)]
+        for index, piece in enumerate(batch.tensor_split(passes)):
+            # Workers with a row less take part with a copy, which does not count: with ZeRO 3 all
+            # must call a head, whose calls depend on the number of rows, equally often
+            copies = batch[:1].expand(most[index] - len(piece), -1)
+            loss = loss_fn(self._engine, torch.cat([piece, copies]), len(piece))
             mean += loss.detach().double() * len(piece) / rows
             if index == passes - 1:
                 dist.all_reduce(mean)

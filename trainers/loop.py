@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from trainers.text.data import BatchStream
 
-LossFunction = Callable[[Any, Tensor], Tensor]
-"""`loss_fn(model, batch [B, T]) -> scalar`, the mean over the batch in nats per token."""
+
+class LossFunction(Protocol):
+    """A loss in nats per token, the mean over the first `rows` sequences of a batch `[B, T]`.
+
+    The others, copies that make batches of workers equally large, do not count. None: all count.
+    """
+
+    def __call__(self, model: Any, batch: Tensor, rows: int | None = None) -> Tensor: ...
 
 
 class TrainingDiverged(RuntimeError):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention.modeling.losses import divergence, kl, language_modelling, prediction_losses, wide
 from attention.modeling.predictions import Final, final, mean_cost
+from trainers.loop import LossFunction
 
 __all__ = [
     "DISTILLATIONS",
@@ -98,8 +99,8 @@ def objective(
     positions: Callable[[Tensor], Tensor] | None = None,
     stored: Callable[[Tensor], Final] | None = None,
     answers: Callable[[Tensor], Tensor] | None = None,
-) -> Callable[[Any, Tensor], Tensor]:
-    """Return the training loss as a function for the loop, `f(model, batch [B, T]) -> scalar`.
+) -> LossFunction:
+    """Return the training loss as a function for the loop.
 
     "none": language modelling. "kl": `(1 - weight)` of it and `weight` of KL(teacher ‖ model) on
     the same predictions. "kl_bild": KL + BiLD instead of KL (Jin 2024, Eq. 30; its k is `bild`'s
@@ -130,7 +131,7 @@ def objective(
             (1 - weight) * language_modelling(logits, labels) if weight < 1 else 0
         )
 
-    def loss(model: Any, batch: Tensor) -> Tensor:
+    def loss(model: Any, batch: Tensor, rows: int | None = None) -> Tensor:
         reference = None
         more: dict[str, Any] = {} if positions is None else {"position_ids": positions(batch)}
         if distillation != "none":
@@ -140,6 +141,6 @@ def objective(
                 else:
                     reference = stored(batch)
         counted = None if answers is None else answers(batch)
-        return mean_cost(model, batch, cost, reference, counted=counted, **more)
+        return mean_cost(model, batch, cost, reference, rows, counted, **more)
 
     return loss

@@ -141,13 +141,13 @@ def _divergence(original: CachedTeacher) -> LossFunction:
         assert guide is not None
         return kl(logits, guide)
 
-    def loss(model: Any, batch: Tensor) -> Tensor:
+    def loss(model: Any, batch: Tensor, rows: int | None = None) -> Tensor:
         # One sequence at a time, so that a repeated one is recognised in any batch
         with torch.no_grad():
             finals = [original(row) for row in batch.split(1)]
         states = torch.cat([each.states for each in finals])
         reference = Final(states, finals[0].head, finals[0].vocabulary)
-        return mean_cost(model, batch, cost, reference)
+        return mean_cost(model, batch, cost, reference, rows)
 
     return loss
 

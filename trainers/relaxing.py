@@ -12,6 +12,7 @@ import json
 import shutil
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trainers.deepspeed_config import LAYOUT, decays_everything
 from trainers.engine import TrainEngine
 from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoint_timer import CheckpointTimer
-from trainers.jobs.checkpoints import CheckpointStore
+from trainers.jobs.checkpoints import CheckpointStore, of_rank_0
 from trainers.jobs.link import Link
 from trainers.jobs.share import WorkerShare, frozen_model, teacher_of
 from trainers.jobs.train_job import TrainJob
@@ -61,6 +62,11 @@ class Relaxed:
     remaining: float | None = None
 
 
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return the object in a file of a stage; None if the file is not there yet."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
 def relax(job: TrainJob, link: Link) -> Relaxed:
     """Run the job's relaxation, or the remaining part. All workers call it together."""
     if (spec := job.relaxation) is None:
@@ -73,13 +79,14 @@ def relax(job: TrainJob, link: Link) -> Relaxed:
     model_dir = job.model_dir
     for index in range(len(spec.plans)):
         folder = root / f"stage-{index}"
-        if not (folder / OUTCOME).exists():
-            dist.barrier()  # until all have looked
+        outcome = of_rank_0(partial(_read, folder / OUTCOME))
+        if outcome is None:
             stage = _Stage(job, spec, index, model_dir, folder, link)
             if records:
                 stage.stream.load_state_dict(records[-1]["position"])
             stage.run()
-        records.append(json.loads((folder / OUTCOME).read_text()))
+            outcome = of_rank_0(partial(_read, folder / OUTCOME))
+        records.append(outcome)
         model_dir = str(folder / "collapsed")
     return Relaxed(
         model_dir,
@@ -211,8 +218,8 @@ class _Stage(WorkerShare):
         if not self.spec.regroup_steps or self.index == len(self.spec.plans) - 1:
             return None
         file = self.folder / "plan.json"
-        if not file.exists():
-            dist.barrier()  # until all have looked
+        record = of_rank_0(partial(_read, file))
+        if record is None:
             plan = next_stage(
                 self.load(self.model_dir),
                 self.spec,
@@ -222,8 +229,8 @@ class _Stage(WorkerShare):
             )
             if self.rank == 0:
                 write_whole(file, json.dumps(plan.to_dict(), sort_keys=True))
-            dist.barrier()
-        return AttentionPlan.from_json(file.read_text())
+            record = of_rank_0(partial(_read, file))
+        return AttentionPlan.from_dict(record)
 
     def _resume(self, engine: TrainEngine, folder: Path) -> int:
         state = engine.load(folder)

@@ -32,6 +32,15 @@ def _q_norm(module: Any, queries: Tensor) -> Tensor:
     return module.q_norm(queries)
 
 
+def _whole(_: Any) -> float | None:
+    return 1.0
+
+
+def normed(_: Any) -> float | None:
+    """Return None: `Family.residual_scale` with a norm between output projection and stream."""
+    return None
+
+
 def _no_modules(_: PreTrainedModel) -> Sequence[nn.Module]:
     return ()
 
@@ -56,6 +65,8 @@ class Family:
     `query_norm(module, queries)`: queries `[N, H, d]` after the norm that follows the projection,
     where there is one. `key_norm(module, geometry, plan)`: a fresh norm for the plan's key heads,
     where weights of the norm are each head's own (`LayerHeads.k_norm`). `reshape` has done it.
+    `residual_scale(config)`: what the output projection is multiplied by when it is added to the
+    residual stream; None where a norm is in between.
 
     Attributes:
         pads_queries: As in `HeadGeometry`.
@@ -75,6 +86,7 @@ class Family:
     separate: Callable[[nn.Module, HeadGeometry, LayerPlan], None] | None = None
     key_norm: Callable[[Any, HeadGeometry, LayerPlan], None] | None = None
     other_attention_modules: Callable[[PreTrainedModel], Sequence[nn.Module]] = _no_modules
+    residual_scale: Callable[[Any], float | None] = _whole
     pads_queries: bool = True
     reads_layer_config: bool = False
 

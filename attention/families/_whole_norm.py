@@ -91,12 +91,15 @@ def geometry(config: Any, family: str) -> HeadGeometry:
 
 
 def family(
-    name: str, config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]
+    name: str,
+    config_class: type[PretrainedConfig],
+    model_class: type[PreTrainedModel],
+    **others: Any,
 ) -> Family:
-    """Return a family of this kind."""
+    """Return a family of this kind. `others`: the fields of `Family` in which it differs."""
     hooks: dict[str, Any] = {"read": read, "reshape": reshape, "write": write, "key_norm": key_norm}
     hooks["pads_queries"] = False  # the norm would count zero heads too
     hooks["query_norm"] = lambda module, queries: module.q_norm(queries.flatten(1)).view_as(queries)
     return _separate.family(
-        name, config_class, model_class, partial(geometry, family=name), **hooks
+        name, config_class, model_class, partial(geometry, family=name), **hooks, **others
     )

@@ -78,6 +78,7 @@ def export(
     allow_larger_cache: bool = False,
     overwrite: bool = False,
     check: Callable[[Path, PreTrainedModel], Mapping[str, Any]] | None = None,
+    finish: Callable[[Path], object] | None = None,
 ) -> ExportReport:
     """Lower the checkpoint at `source` to a target and write it to `out` with `export.json`.
 
@@ -95,6 +96,7 @@ def export(
         overwrite: Whether an earlier export at `out` may be replaced.
         check: Called with the folder, not yet in place, and the model that was read back; what it
             returns goes into the report, and if it raises, nothing is written.
+        finish: Called with the folder, not yet in place, when all else is in it, to add files.
 
     Raises:
         OutputError: As `attention.io.replacing.check_folder`; before weights are read, as the next
@@ -128,7 +130,7 @@ def export(
         notes=(*lowered.notes, *padding_notes(support, plan)),
         dtype=written,
         cache_dtype=cached,
-        engines=chosen.engines,
+        engines=chosen.engines_of(config, plan),
         kv_heads=tuple(map(max, support.key_heads, support.value_heads)),
         kv_bytes_per_token_before=plan.kv_bytes_per_token(cached),
         kv_bytes_per_token_after=support.bytes_per_token(cached),
@@ -150,6 +152,8 @@ def export(
         report = _write(fresh, chosen, stock, tokenizer, report, reference, folded, check)
         if original is not None:
             checkpoint.write_note(fresh, after, checkpoint.carried(opened.path))
+        if finish is not None:
+            finish(fresh)
 
     checkpoint.write_atomically(out, write, overwrite=overwrite)
     return report

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ NOT_REACHED = (
     "machine a copy of it: check the name, or fetch it where there is a network (hf download {})"
 )
 SOURCE_FILE = "source.json"
-"""File next to a plain copy of a GGUF file or a quantised checkpoint that names its source
-(`attention.io.quantised.plain_copy`)."""
+"""File next to the copy of a GGUF file, a quantised checkpoint or a model in memory that names
+what was copied."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -75,6 +76,15 @@ def source_note(folder: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) and "source" in record else {}
+
+
+def write_source_note(
+    folder: str | Path, source: str | Path, *, weights: bool = True, rounded: Sequence[str] = ()
+) -> None:
+    """Write what `source_note` returns into a folder."""
+    name = str(Path(source).resolve()) if Path(source).exists() else str(source)
+    record = {"source": name, "weights": weights, "rounded": list(rounded)}
+    (Path(folder) / SOURCE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def source_name(model: str | Path) -> str:

@@ -153,7 +153,8 @@ def _way_out(
     if exact := exact_targets(config, plan, dtype):
         first, *rest = exact
         engines = {
-            name: " and ".join(targets()[name].engines) + _more_work(padding.get(name))
+            name: " and ".join(targets()[name].engines_of(config, plan))
+            + _more_work(padding.get(name))
             for name in exact
         }
         also = ", ".join(f"--target {name} for {engines[name]}" for name in rest)

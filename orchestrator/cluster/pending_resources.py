@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import ray
 from ray.autoscaler.v2.schema import ClusterStatus
@@ -98,12 +98,13 @@ class CapacityWatch:
     Waiting for what is in use does not count, nor do processes of other jobs.
 
     Args:
-        demands: Those of the search: of its trials and its promotion.
+        demand: Returns that of the present part of the search: of its trials or its promotion,
+            whose workers may be alike while their numbers differ.
         seconds: How long nodes may be missing.
     """
 
-    def __init__(self, demands: Sequence[Demand], seconds: float) -> None:
-        self._demands = demands
+    def __init__(self, demand: Callable[[], Demand], seconds: float) -> None:
+        self._demand = demand
         self._seconds = seconds
         self._since: float | None = None
 
@@ -130,14 +131,14 @@ class CapacityWatch:
         pending = {_bundle_key(resources) for _, resources in pending_bundles(status)}
         nodes = live_nodes()
         missing: dict[str, None] = {}
-        for demand in self._demands:
-            for resources in (demand.worker, demand.task, ProcessResources(demand.process_cpus)):
-                room = slots(nodes, resources.bundle)
-                if resources == demand.worker:
-                    room = group_slots(nodes, demand.shape)
-                if _bundle_key(resources.bundle) in pending and not room:
-                    count = demand.shape.workers if resources == demand.worker else 1
-                    missing[f"{count} x {resources}"] = None
+        demand = self._demand()
+        for resources in (demand.worker, demand.task, ProcessResources(demand.process_cpus)):
+            room = slots(nodes, resources.bundle)
+            if resources == demand.worker:
+                room = group_slots(nodes, demand.shape)
+            if _bundle_key(resources.bundle) in pending and not room:
+                count = demand.shape.workers if resources == demand.worker else 1
+                missing[f"{count} x {resources}"] = None
         return list(missing)
 
 

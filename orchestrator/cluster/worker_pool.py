@@ -109,6 +109,11 @@ class Lease:
         """The workers that the job needs."""
         return self.job.shape
 
+    @property
+    def run(self) -> tuple[str, str]:
+        """The checkpoints that the job writes."""
+        return self.job.storage_path, self.job.run_name
+
 
 @dataclass(eq=False)
 class Pool:
@@ -157,10 +162,25 @@ class Pool:
             The number of the lease, and the seconds between its holder's heartbeats.
         """
         lease = Lease(next(self._lease_numbers), TrainJob.from_json(job), time.monotonic())
+        await self._release_others(lease)
+        lease.heartbeat_at = time.monotonic()
         self.leases[lease.number] = lease
         self.waiting.append(lease)
         self._match()
         return lease.number, self.lost_seconds / 10
+
+    async def _release_others(self, lease: Lease) -> None:
+        """End the leases of a run whose holder has died, until its workers have stopped.
+
+        Both would write the same checkpoints.
+        """
+        for other in list(self.leases.values()):
+            if other.run != lease.run:
+                continue
+            group = other.group
+            await self.release(other.number)
+            while group is not None and group.lease is other and group.name in self.groups:
+                await asyncio.sleep(0.05)
 
     async def wait(self, number: int, seconds: float) -> LeaseEvent | None:
         """Return the next event of a lease; None if there is none for `seconds`."""
@@ -446,9 +466,18 @@ def _is_excused(error: BaseException | None, message: str) -> bool:
 
 
 def _error_message(error: BaseException | None) -> str:
-    """Return the errors of the workers; those that did more than lose another worker come last."""
+    """Return the errors of the workers, a line each with its type, by which others decide.
+
+    Those that did more than lose another worker come after the others, and lost workers last.
+    """
     if error is None:
         return "the group stopped before its job was done"
-    failures = [str(failure) for failure in getattr(error, "worker_failures", {}).values()]
-    failures.sort(key=lambda failure: "onnection" not in failure)
-    return "\n".join(failures) or f"{type(error).__name__}: {error}"
+    failures = list(getattr(error, "worker_failures", {}).values()) or [error]
+    failures.sort(key=_weight)
+    return "\n".join(f"{type(one).__name__}: {' '.join(str(one).split())}" for one in failures)
+
+
+def _weight(failure: BaseException) -> int:
+    if type(failure).__name__.startswith("WorkerHealthCheck"):
+        return 2
+    return int("onnection" not in str(failure))

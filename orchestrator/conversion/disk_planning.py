@@ -131,6 +131,7 @@ def _measure_curves(
                     rows,
                     output_metrics=[metric],
                     first_layer=layer,
+                    checkpoint_layers=layers,
                 )
                 sites = generators[2 * layer : 2 * layer + 2]
                 points = curves_of_layer(request.recipe, counts, context, sites)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.base.progress import stage
@@ -30,23 +31,21 @@ from search_spaces.recipes.recipe import Recipe
 from trainers.evaluation import evaluate
 
 COMPARED_TOKENS = 4096
-"""Held-out tokens that conversions are compared on, and calibration tokens that they are fitted on
-for that."""
+"""Calibration tokens that compared conversions are fitted on, and as many others to measure on.
+
+The held-out text is not looked at, so that the choice does not favour its losses."""
 _SHORT_FIT = 12
 """Steps of a recipe's local fit for each that is made for a comparison."""
 _WIDE_RECIPE = "headfold_wide"
 
 
 class ShortFits:
-    """Loss increases of conversions with a short fit, on a sample of the held-out text."""
+    """Loss increases of conversions with a short fit, on calibration text that it does not read."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
-        held_out = store.texts.held_out
-        self._sample = held_out[: max(1, -(-COMPARED_TOKENS // held_out.shape[1]))]
+        self._fitted_on, self._sample = fit_and_check(store.texts.calibration)
         self._loss = evaluate(store.original, self._sample).loss
-        calibration = store.texts.calibration
-        self._fitted_on = calibration[: max(2, COMPARED_TOKENS // calibration.shape[1])]
 
     def increase(self, model: PreTrainedModel, pair: CachePair | None = None) -> float:
         """Return the loss increase of a model, with its cache in a format if one is given."""
@@ -63,6 +62,19 @@ class ShortFits:
         refine_with(short, context.looked_at, converted, self._fitted_on, layer_steps=steps)
         round_weights(converted, request.written)
         return with_engine_heads(converted)
+
+
+def fit_and_check(calibration: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sequences that short fits are made on, and others that they are judged by.
+
+    Args:
+        calibration: Sequences `[N, T]`; of fewer than three all are used for both.
+    """
+    if len(calibration) < 3:
+        return calibration, calibration
+    each = max(2, -(-COMPARED_TOKENS // calibration.shape[1]))
+    fitted = min(each, max(2, len(calibration) // 2))
+    return calibration[:fitted], calibration[fitted : fitted + each]
 
 
 def competing_recipes(

@@ -288,6 +288,9 @@ class _Gate:
             self.reasons.append(f"held-out loss is {loss}")
             return
         difference = self._compare_losses()
+        if entry.baseline.folder is not None:
+            plan = Checkpoint.open(entry.baseline.folder).plan
+            self.checks["baseline_kv_bytes_per_token"] = plan.kv_bytes_per_token(self.dtype)
         if reason := self._not_better(loss, entry.baseline.loss, difference):
             self.reasons.append(f"{reason}, each at its best step of the same {entry.steps}")
         elif untrained_loss is not None and loss > untrained_loss:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from attention.checkpoint import Checkpoint
@@ -28,6 +29,7 @@ from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.promotion_record import FinalistScores
 from trainers.text.data import read_sequences
+from trainers.text.tokenising import beginning
 
 
 def extras_of(section: PromotionSection) -> Extras:
@@ -74,14 +76,16 @@ class _Measurement:
         seed = config.search.seed
         held_out = read_sequences(context.eval_file)[:]
         original = checkpoints.open_checkpoint(context.model, "model.path")
+        tokenizer = checkpoints.load_tokenizer(original)
+        first = beginning(tokenizer)
         self._context = context
         self.prepared = extras.prepare(
-            checkpoints.load_tokenizer(original),
+            tokenizer,
             original.geometry.max_positions,
-            lambda length: _recut(held_out, length),
+            lambda length: _recut(held_out, length, first),
             seed,
         )
-        request = repr((extras, task_specs(extras.tasks), seed))
+        request = repr((extras, task_specs(extras.tasks), seed, first))
         self._digest = hashlib.sha256(request.encode()).hexdigest()
 
     def of(self, path: str) -> ModelExtras:
@@ -108,12 +112,15 @@ class _Measurement:
         return scores
 
 
-def _recut(held_out: Tensor, length: int) -> Tensor:
+def _recut(held_out: Tensor, length: int, first: Sequence[int]) -> Tensor:
     """Return the first tokens of held-out text `[N, T]` as `[NUM_TEXTS, length]`.
 
-    There are enough: `orchestrator.search.validation` has counted them.
+    There are enough: `orchestrator.search.validation` has counted them. Each row begins with the
+    tokens `first`, as each sequence of the text does.
     """
-    return held_out.flatten()[: NUM_TEXTS * length].view(NUM_TEXTS, length)
+    rows = held_out.flatten()[: NUM_TEXTS * length].view(NUM_TEXTS, length).clone()
+    rows[:, : len(first)] = torch.tensor(first, dtype=rows.dtype)
+    return rows
 
 
 def limit_violations(scores: FinalistScores, section: PromotionSection) -> list[str]:

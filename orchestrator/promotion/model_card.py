@@ -72,12 +72,19 @@ def _losses(
 
 
 def _loss_notes(gate: GateRecord) -> list[str]:
-    """Return on which text the losses are, and how sure their difference is."""
+    """Return on which text the losses are, and whether their difference is fair and sure."""
     checks = gate.checks
+    smaller: list[str] = []
+    size = checks.get("baseline_kv_bytes_per_token")
+    if size is not None and gate.kv_bytes_per_token is not None and size < gate.kv_bytes_per_token:
+        smaller = [
+            f"The baseline has no plan of as many bytes: its cache takes {size:,} bytes per token, "
+            f"that of this model {gate.kv_bytes_per_token:,}."
+        ]
     if "warning" in checks:
-        return [f"{checks['warning'].capitalize()}."]
+        return [f"{checks['warning'].capitalize()}.", *smaller]
     if "test_loss" not in checks:
-        return []
+        return smaller
     tokens = checks.get("test_tokens", 0)
     documents = checks.get("test_documents", 0)
     notes = [
@@ -90,7 +97,7 @@ def _loss_notes(gate: GateRecord) -> list[str]:
             f"Below the baseline by {difference:.4f}, 95 % interval {low:.4f} to {high:.4f} "
             "(bootstrap over documents)."
         )
-    return notes
+    return [*notes, *smaller]
 
 
 def _tokens(steps: int, config: SearchConfig) -> int:

@@ -104,7 +104,9 @@ def promote_search(
         mlflow = MlflowSync(connect, _search_run(folder), shared=shared)
         parameters = original.get("parameters", 0)
         with (
-            report_waiting(config, folder, mlflow, partial(_search_run, folder)),
+            report_waiting(
+                config, folder, mlflow, partial(_search_run, folder), control.promoting.is_set
+            ),
             pool_of_search(config, folder, parameters) as pool,
         ):
             context = replace(context, pool=pool)
@@ -310,7 +312,11 @@ def promote_trials(
     steps.save()
     session.control.fetch({*state.candidates, *(e.trial_id for e in state.baselines.values())})
     steps.catch_up()
-    steps.train()
+    session.control.promoting.set()
+    try:
+        steps.train()
+    finally:
+        session.control.promoting.clear()
     steps.check()
     steps.register()
     _link_export(folder, state)

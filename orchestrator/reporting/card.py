@@ -111,7 +111,12 @@ class CardFacts:
         )
 
 
-def write_card(folder: str | Path, facts: CardFacts, repository: str | None = None) -> Path:
+def write_card(
+    folder: str | Path,
+    facts: CardFacts,
+    repository: str | None = None,
+    name: str | None = None,
+) -> Path:
     """Write card, picture and facts into the folder of a checkpoint.
 
     The digests of the folder must be written again afterwards.
@@ -120,12 +125,13 @@ def write_card(folder: str | Path, facts: CardFacts, repository: str | None = No
         folder: Of the checkpoint.
         facts: Facts that are not in the folder.
         repository: Its future repository on the hub; None: code that loads it names the folder.
+        name: Of the folder once it is in place; None: it is.
     """
     folder = Path(folder)
     if plans := _plans(folder):
         save_png(budgets_figure(plans), folder / PICTURE)
     write_json(folder / FACTS, asdict(facts))
-    write_whole(folder / CARD, card_of(folder, facts, repository))
+    write_whole(folder / CARD, card_of(folder, facts, repository, name))
     return folder / CARD
 
 
@@ -145,8 +151,10 @@ def _plans(folder: Path) -> dict[str, AttentionPlan]:
     return {"this model": plan, "original": original}
 
 
-def card_of(folder: Path, facts: CardFacts, repository: str | None = None) -> str:
-    """Return the text of a card."""
+def card_of(
+    folder: Path, facts: CardFacts, repository: str | None = None, name: str | None = None
+) -> str:
+    """Return the text of a card. Arguments as those of `write_card`."""
     export = read_json(folder / EXPORT) if (folder / EXPORT).is_file() else {}
     engines = _engines(folder, export)
     base = facts.base or "its base"
@@ -171,6 +179,7 @@ def card_of(folder: Path, facts: CardFacts, repository: str | None = None) -> st
             engines,
             facts.cache_format,
             (facts.tensor_parallel or {}).get("tensor_parallel"),
+            name or folder.resolve().name,
         ),
         licence=_licence(facts, base),
     )

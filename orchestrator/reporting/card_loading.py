@@ -57,6 +57,7 @@ def loading_blocks(
     engines: Sequence[str],
     cache_format: str | None = None,
     tensor_parallel: int | None = None,
+    name: str = "model",
 ) -> list[CodeBlock]:
     """Return the code that loads the files in `folder`, for each engine.
 
@@ -66,12 +67,13 @@ def loading_blocks(
         engines: Software that loads the files.
         cache_format: That of the KV cache (`attention.cache_formats`).
         tensor_parallel: Number of GPUs that vLLM divides the heads among.
+        name: That of the folder, for its reader.
     """
     pair = None if cache_format is None else CachePair.parse(cache_format)
     flags = {name: f" {pair.flags(name)}" for name in pair.engines} if pair else {}
     if tensor_parallel is not None:
         flags[VLLM] = f"{flags.get(VLLM, '')} --tensor-parallel-size {tensor_parallel}"
-    local = f"path/to/{folder.resolve().name}"
+    local = f"path/to/{name}"
     path = repository or local
     hint = "" if repository else "  # the folder of this card"
     download = f"hf download {repository} --local-dir model\n" if repository else ""
@@ -89,7 +91,8 @@ def loading_blocks(
         # Without a larger cache than that of the plan
         exact = exact_targets(opened.config, opened.plan, opened.config.dtype or "float32")
         for name in exact:
-            title = f"{' and '.join(targets()[name].engines)}, after an export"
+            engines = targets()[name].engines_of(opened.config, opened.plan)
+            title = f"{' and '.join(engines)}, after an export"
             command = export_command(downloaded, name)
             blocks.append(CodeBlock(title, "bash", f"{download}{command}"))
         return blocks

@@ -59,8 +59,31 @@ def estimate_search(
         warnings=[
             *unfinished_relaxations(recipes, setup.config.rungs.steps),
             *ratios_without_saving(setup),
+            *baselines_of_fewer_bytes(setup),
         ],
     )
+
+
+def baselines_of_fewer_bytes(setup: SearchSetup) -> list[str]:
+    """Return a warning for KV ratios at which the baseline's plan is smaller than another recipe's.
+
+    A KV ratio is a limit, and not every recipe has a plan of exactly that size.
+    """
+    baseline = setup.config.search.baseline
+    sizes: dict[float, dict[str, float]] = {}
+    for candidate in setup.problem.named:
+        sizes.setdefault(candidate.kv_ratio, {})[candidate.recipe.name] = candidate.used_ratio
+    warnings = []
+    for ratio, used in sorted(sizes.items(), reverse=True):
+        larger = [name for name, size in used.items() if size > used.get(baseline, ratio)]
+        if larger:
+            warnings.append(
+                f"search.kv_ratios: at {ratio:g} the baseline {baseline} keeps "
+                f"{percent(used[baseline])} of the cache at most, {', '.join(larger)} up to "
+                f"{percent(max(used.values()))}: their losses are of different sizes; choose a KV "
+                "ratio that all reach, or set search.strict to refuse others"
+            )
+    return warnings
 
 
 def ratios_without_saving(setup: SearchSetup) -> list[str]:

@@ -15,7 +15,7 @@ from orchestrator import checkpoints
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import SearchConfig
 from trainers.packing import check_packing
-from trainers.text.corpora import DataError
+from trainers.text.corpora import DataError, resolve
 from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, token_set
 from trainers.text.token_sets import is_complete
 from trainers.text.unseen import UnseenCut
@@ -50,8 +50,6 @@ class SearchTexts:
             DataError: Naming split and source.
         """
         cuts: dict[str, TextCut] = {}
-        length = config.data.sequence_length
-        field = config.data.text_field
         texts: dict[str, tuple[Split, str, int]] = {
             split: (split, *config.data.section(split)) for split in SPLITS
         }
@@ -59,11 +57,11 @@ class SearchTexts:
             texts[_PROMOTION] = "train", config.promotion_source, fresh.tokens
         for name, (split, source, tokens) in texts.items():
             with _named(name, source):
-                cuts[name] = TextCut(source, split, tokens, length, config.search.seed, field)
+                cuts[name] = _cut(config, source, split, tokens)
                 cuts[name].check()
         source, tokens = config.data.section(TEST)
         with _named(TEST, source):
-            text = TextCut(source, "eval", tokens, length, config.search.seed, field)
+            text = _cut(config, source, "eval", tokens)
             if config.data.test is not None:
                 text.check()
         every: dict[str, TextCut | UnseenCut] = {**cuts, TEST: UnseenCut(text, cuts["eval"])}
@@ -117,6 +115,20 @@ class SearchTexts:
                 f"note: {error}; the gate compares the losses that trials were chosen by",
                 file=sys.stderr,
             )
+
+
+def _cut(config: SearchConfig, source: str, split: Split, tokens: int) -> TextCut:
+    """Return a split of a source, divided as the verbs divide it that measure a searched model."""
+    data = config.data
+    return TextCut(
+        source,
+        split,
+        tokens,
+        data.sequence_length,
+        config.search.seed,
+        data.text_field,
+        "by_size" if resolve(source).divisible else "twentieth",
+    )
 
 
 @contextmanager

@@ -22,12 +22,20 @@ from orchestrator.tracking.sync import MlflowSync, TrackedRun
 
 @contextlib.contextmanager
 def report_waiting(
-    config: SearchConfig, folder: SearchFolder, mlflow: MlflowSync, run: Callable[[], TrackedRun]
+    config: SearchConfig,
+    folder: SearchFolder,
+    mlflow: MlflowSync,
+    run: Callable[[], TrackedRun],
+    promoting: Callable[[], bool],
 ) -> Iterator:
     """Report what the body waits for as it runs, once and when that changes.
 
     Args:
+        config: Of the search.
+        folder: Of the search.
+        mlflow: Its runs.
         run: Returns the run of the search as it should be in MLflow now.
+        promoting: Returns whether the models of a promotion are trained now, and no trials.
 
     Raises:
         StalledError: If it can never continue, or nodes have been missing for too long.
@@ -46,9 +54,12 @@ def report_waiting(
         report(None)
     minutes = config.resources.stall_minutes
     stall = None if minutes is None else StallWatch(60 * minutes, partial(_newest_line, folder))
-    demands = [d for d in (Demand.of(config), Demand.of_promotion(config)) if d is not None]
+
+    def demand() -> Demand:
+        return (Demand.of_promotion(config) if promoting() else None) or Demand.of(config)
+
     hours = config.resources.max_wait_hours
-    capacity = CapacityWatch(demands, 3600 * hours) if hours else None
+    capacity = CapacityWatch(demand, 3600 * hours) if hours else None
     with watch_pending(Demand.of(config), report, stall, capacity):
         yield
 

@@ -20,7 +20,7 @@ from attention.cache_formats import (
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.dtype_names import full_name
-from attention.io.export import cache_dtype, export
+from attention.io.export import ExportReport, cache_dtype, export
 from attention.io.precision import DTYPES, round_weights
 from attention.io.stock_form import format_of
 from attention.io.targets import EngineSupport, Target, best_target, target
@@ -71,11 +71,18 @@ class EngineExportRecord(TypedDict):
     """For target auto: the reasons against the other targets."""
 
 
-def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
+def export_checkpoint(
+    options: ExportOptions, finish: Callable[[Path, RankCache | None], object] | None = None
+) -> EngineExportRecord:
     """Write a checkpoint for a target, its tokenizer with it.
 
     With `options.check` the engine (the target's first, unless named) loads the result in a
     separate process, and nothing is written unless it computes the same in the promised cache.
+
+    Args:
+        options: Of the export.
+        finish: Called with the folder, not yet in place, to add files; and with the cache of each
+            GPU, None without `options.tensor_parallel`.
 
     Raises:
         ConfigError: For what is wrong with checkpoint or options. Likewise ValueError, as
@@ -107,9 +114,10 @@ def export_checkpoint(options: ExportOptions) -> EngineExportRecord:
         check=_check(options, chosen, opened, dtype),
         allow_larger_cache=options.allow_larger_cache,
         overwrite=options.overwrite,
+        finish=None if finish is None else lambda fresh: finish(fresh, ranks),
     )
     record = EngineExportRecord(
-        **asdict(report), **_format(options.out, chosen, report.cache_dtype), other_targets=others
+        **asdict(report), **_format(options.out, report), other_targets=others
     )
     if cache is not None:
         record["engine_cache"] = cache
@@ -128,9 +136,10 @@ def _rank_cache(
     """
     if ranks is None:
         return None
-    if VLLM not in chosen.engines:
+    engines = chosen.engines_of(opened.config, opened.plan)
+    if VLLM not in engines:
         raise ConfigError(
-            f"tensor_parallel: target {chosen.name} is loaded by {', '.join(chosen.engines)}, "
+            f"tensor_parallel: target {chosen.name} is loaded by {', '.join(engines)}, "
             "which divides no KV heads among GPUs; choose target vllm or gqa, or leave it out"
         )
     support = chosen.support_for(opened.config, opened.plan)
@@ -157,10 +166,11 @@ def _engine_cache(text: str | None, chosen: Target, opened: Checkpoint) -> Forma
     if text is None:
         return None
     pair = read_cache_format(text)
-    if not set(pair.engines) & set(chosen.engines):
+    engines = chosen.engines_of(opened.config, opened.plan)
+    if not set(pair.engines) & set(engines):
         raise ConfigError(
             f"cache_format: {pair.name} is supported by {', '.join(pair.engines)}, and target "
-            f"{chosen.name} is read by {', '.join(chosen.engines)}"
+            f"{chosen.name} is read by {', '.join(engines)}"
         )
     support = chosen.support_for(opened.config, opened.plan)
     try:
@@ -186,15 +196,14 @@ def _check_dtype(chosen: Target, dtype: str) -> None:
     raise ConfigError(f"{one_of(f'dtype for target {chosen.name}', dtypes, dtype)}{hint}")
 
 
-def _format(out: str | Path, chosen: Target, dtype: str) -> dict[str, Any]:
+def _format(out: str | Path, report: ExportReport) -> dict[str, Any]:
     """Return what the folder is to other software."""
-    if (Path(out) / "config.json").is_file() and chosen.name in ("gqa", "phi"):
-        return format_of(out, dtype)
-    engines = " and ".join(chosen.engines)
+    if (Path(out) / "config.json").is_file() and report.target in ("gqa", "phi"):
+        return format_of(out, report.cache_dtype)
     return {
-        "format": chosen.name,
-        "loads_in": list(chosen.engines),
-        "format_note": f"{engines} loads it",
+        "format": report.target,
+        "loads_in": list(report.engines),
+        "format_note": f"{' and '.join(report.engines)} loads it",
     }
 
 
@@ -212,11 +221,11 @@ def _check(
                 "leave them out"
             )
         return None
-    engine = engine_named(options.engine or chosen.engines[0])
-    if engine.name not in chosen.engines:
+    engines = chosen.engines_of(source.config, source.plan)
+    engine = engine_named(options.engine or engines[0])
+    if engine.name not in engines:
         raise ConfigError(
-            f"engine: target {chosen.name} is read by {', '.join(chosen.engines)}, got "
-            f"{engine.name}"
+            f"engine: target {chosen.name} is read by {', '.join(engines)}, got {engine.name}"
         )
     interpreter = engine.find(options.engine_python)
 

@@ -225,10 +225,10 @@ def _target(key: str, engine: Engine, config: Any, dtype: str) -> str:
     reasons: list[str] = []
     plan = plan_of_config(config)
     for name, target in targets().items():
-        if engine.name in target.engines:
+        if engine.name in (engines := target.engines_of(config, plan)):
             try:
                 cache_bytes = target.support_for(config, plan).bytes_per_token(dtype)
-                costs[name] = (cache_bytes, -len(target.engines))
+                costs[name] = (cache_bytes, -len(engines))
             except TargetError as error:
                 reasons.append(f"{name}: {error}")
     if not costs:
@@ -240,10 +240,11 @@ def _limits(folder: Path) -> tuple[int, int]:
     """Return the tokens of the vocabulary, and of the longest context."""
     if (file := folder / "model.gguf").is_file():
         fields = GGUFReader(file).fields
-        positions = next(
-            field for name, field in fields.items() if name.endswith(".context_length")
+        vocabulary, positions = (
+            next(int(field.contents()) for name, field in fields.items() if name.endswith(key))
+            for key in (".vocab_size", ".context_length")
         )
-        return len(fields["tokenizer.ggml.tokens"].data), int(positions.contents())
+        return vocabulary, positions
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config["vocab_size"], config.get("max_position_embeddings") or config["n_positions"]
 

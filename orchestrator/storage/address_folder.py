@@ -119,7 +119,7 @@ class AddressFolder:
         """
         users = self.local / STATE_FOLDER / "users"
         users.parent.mkdir(parents=True, exist_ok=True)
-        self._users = users.open("a")
+        self._users = users.open("a+")  # NFS has no shared lock of a file that is only written
         with contextlib.suppress(OSError):
             fcntl.flock(self._users, fcntl.LOCK_SH)
         lease = AddressLease(

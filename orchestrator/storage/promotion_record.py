@@ -48,6 +48,8 @@ class GateChecks(TypedDict, total=False):
     """What makes the comparison incomplete."""
     kv_bytes_per_token: int
     """Bytes by the plan, in the dtype of the exported weights."""
+    baseline_kv_bytes_per_token: int
+    """Likewise of the baseline, which may have no plan of as many."""
     cache_bytes_measured: int
     """Bytes of a cache that was filled with `cache_tokens` tokens."""
     cache_tokens: int

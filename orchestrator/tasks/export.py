@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from attention.checkpoint import Checkpoint
-from attention.io.checkpoint import write_digests
 from attention.ratios import percent
+from attention.tensor_parallel import RankCache
 from orchestrator import checkpoints
 from orchestrator.config.options import ExportOptions
-from orchestrator.reporting.card import CardFacts, write_card
+from orchestrator.reporting.card import CARD, CardFacts, write_card
 from orchestrator.serving.export import EngineExportRecord, export_checkpoint
 from orchestrator.serving.tables import print_check
 from orchestrator.storage.hub import check_repository, size_of, to_upload, upload
@@ -71,21 +71,24 @@ class Export(Task[ExportOptions, ExportRecord]):
         """
         self.check()
         out, push = Path(self.options.out), self.options.push
-        record: ExportRecord = {
-            **export_checkpoint(replace(self.options, checkpoint=self.checkpoint))
-        }
-        facts = CardFacts.of(self.checkpoint.path)
-        if self.options.cache_format is not None:
-            facts = replace(facts, cache_format=self.options.cache_format)
-        if ranks := record.get("tensor_parallel"):
-            facts = replace(facts, tensor_parallel=dict(ranks))
-        record["card"] = str(write_card(out, facts, push))
-        write_digests(out)
+        options = replace(self.options, checkpoint=self.checkpoint)
+        record: ExportRecord = {**export_checkpoint(options, self._write_card)}
+        record["card"] = str(out / CARD)
         if push is not None:
             files = to_upload(out)
             uploaded = None if self.options.dry_run else upload(out, push)
             record["push"] = {"repository": push, "files": files, "uploaded": uploaded}
         return record
+
+    def _write_card(self, folder: Path, ranks: RankCache | None) -> None:
+        """Write the model card into the folder of an export before it is put in place."""
+        facts = CardFacts.of(self.checkpoint.path)
+        if self.options.cache_format is not None:
+            facts = replace(facts, cache_format=self.options.cache_format)
+        if ranks is not None:
+            facts = replace(facts, tensor_parallel=ranks.record())
+        name = Path(self.options.out).absolute().name
+        write_card(folder, facts, self.options.push, name)
 
     def show(self, record: ExportRecord) -> None:
         original, after = record["kv_bytes_per_token_original"], record["kv_bytes_per_token_after"]

@@ -49,6 +49,7 @@ class PlanningContext:
         original: The model where others look at its layers too; else one that keeps nothing.
         first_layer: The number in its checkpoint of the model's first layer, where it is a window
             of a larger model.
+        checkpoint_layers: Converted layers of its checkpoint; 0: as many as the model has.
         work: The work of all fits.
         increases: Increases of the loss that the curves predict for each layer of the plans made.
     """
@@ -63,6 +64,7 @@ class PlanningContext:
     output_metrics: Sequence[Tensor] | None = None
     original: Original | None = None
     first_layer: int = 0
+    checkpoint_layers: int = 0
     work: list[FitWork] = field(default_factory=list[FitWork], repr=False, compare=False)
     increases: dict[AttentionPlan, list[float]] = field(
         default_factory=dict[AttentionPlan, list[float]], repr=False, compare=False

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from attention.base.progress import stage
+from attention.conversion.refinement.local import steps_in_all
 from attention.plan import AttentionPlan
 from search_spaces.allocation.problem import Counts
 from search_spaces.partitions import Partition
@@ -169,7 +170,9 @@ def recipe_curves(grouper: SiteGrouper, generators: Sequence[np.random.Generator
     # Only estimates of fitted layers are scaled to the steps of the refinement: others serve
     # any number of them.
     scaled = not measures and fit_steps > 0
-    knobs |= {"fit_steps": fit_steps, "refined_steps": fitted if scaled else 0}
+    layers = context.checkpoint_layers or context.geometry.num_layers
+    refined = round(steps_in_all(fitted, layers) / layers)
+    knobs |= {"fit_steps": fit_steps, "refined_steps": refined if scaled else 0}
 
     def group(site: CurveSite, count: int) -> Partition:
         # A separate generator for each point, so that no point depends on which others are

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_here
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ from orchestrator.config.options import ConvertOptions, EvaluateOptions, Inspect
 from orchestrator.config.schema import ConfigError
 from trainers.text.data import DataError
 
+FEW = ["--calibration-tokens", "512", "--eval-tokens", "512", "--sequence-length", "64", "--device", "cpu"]
 SMALL: dict[str, Any] = {"calibration_tokens": 512, "eval_tokens": 512, "sequence_length": 64, "device": "cpu"}
 
 
@@ -64,6 +66,40 @@ def test_models_and_texts_in_memory(demo_dir: Path, little_text: str) -> None:
     assert by_object["loss"] == by_checkpoint["loss"]
     assert by_object["plan_digest"] == by_checkpoint["plan_digest"]
     assert by_object["model"] == str(demo_dir)
+
+
+def test_a_model_in_memory_is_called_what_it_was_loaded_from(demo_dir: Path, little_text: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_dir)
+    result = headfold.convert(model, data=little_text, recipe="gqa", output_dir=tmp_path / "half", **SMALL)
+    original = json.loads((tmp_path / "half" / "headfold.json").read_text())["original"]
+    assert (result["model"], original["base"]) == (str(demo_dir), demo_dir.name)
+    measured: dict[str, Any] = {name: SMALL[name] for name in ("eval_tokens", "sequence_length", "device")}
+    assert headfold.evaluate(model, data=little_text, speed_tokens=0, **measured)["checkpoint"] == str(demo_dir)
+
+
+def test_a_result_that_joins_a_folder_of_ratios_is_the_one_in_there(
+    demo_dir: Path, little_text: str, tmp_path: Path
+) -> None:
+    assert (
+        run_here(
+            "convert",
+            "--model",
+            demo_dir,
+            "--kv-ratio",
+            "0.5,0.25",
+            "--recipe",
+            "gqa",
+            "--out",
+            tmp_path / "curve",
+            "--data",
+            little_text,
+            *FEW,
+        )
+        == 0
+    )
+    result = headfold.convert(demo_dir, 0.125, little_text, tmp_path / "curve", recipe="gqa", **SMALL)
+    assert result.path == tmp_path / "curve" / "kv-0.125"
+    assert result.load().config.num_key_value_heads == 1
 
 
 def test_mistakes(demo_dir: Path, tiny_model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -14,10 +15,13 @@ TOKEN = "a-session-token"
 
 
 class MetadataServer:
-    """A server that has no notice until `announce`; `requests` are the requested paths."""
+    """A server that has no notice until `announce`; `requests` are the requested paths.
+
+    The first `late_events` questions for scheduled events are answered after half a second.
+    """
 
     def __init__(self, cloud: str) -> None:
-        self.cloud, self.ends_at, self.requests = cloud, 0.0, list[str]()
+        self.cloud, self.ends_at, self.requests, self.late_events = cloud, 0.0, list[str](), 0
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -26,11 +30,15 @@ class MetadataServer:
 
             def _reply(self) -> None:
                 outer.requests.append(self.path)
+                if outer.late_events and "scheduledevents" in self.path:
+                    outer.late_events -= 1
+                    time.sleep(0.5)
                 code, text = outer.answer(self.command, self.path, dict(self.headers))
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
+                with contextlib.suppress(OSError):  # the client has not waited
+                    self.send_response(code)
+                    self.send_header("Content-Length", str(len(text.encode())))
+                    self.end_headers()
+                    self.wfile.write(text.encode())
 
             do_GET = do_PUT = _reply
 

@@ -40,11 +40,11 @@ def work(folder: Path, stage: int, rank: int) -> None:
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORKERS, timeout=timedelta(seconds=60)
     )
     still: dict[str, Any] = {"learning_rate": RATE, "weight_decay": 0, "warmup_fraction": 0, "max_grad_norm": 1e9}
-    shape: dict[str, Any] = {"num_workers": WORKERS, "zero_stage": stage, "micro_batch_size": 2}
-    settings = TrainSettings(**still, **shape, beta1=BETA)
+    ids = load_file(folder / "ids.safetensors")["ids"]
+    shape: dict[str, Any] = {"num_workers": [1, WORKERS], "zero_stage": stage, "micro_batch_size": 2}
+    settings = TrainSettings(**still, **shape, batch_size=len(ids), beta1=BETA).on(WORKERS)
     split_small_weights()
     model, teacher = (checkpoint.load(folder / name) for name in ("model", "teacher"))
-    ids = load_file(folder / "ids.safetensors")["ids"]
     predictions.CHUNK_BYTES = 4 * model.config.vocab_size * POSITIONS
     if stage == 3:
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": SPLIT}

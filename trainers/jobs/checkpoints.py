@@ -93,6 +93,17 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
     return values
 
 
+def of_rank_0(look: Callable[[], Any]) -> Any:
+    """Return on all workers what rank 0 finds.
+
+    Of files that workers share: another node may see a new file seconds later than rank 0.
+    """
+    if not dist.is_initialized():
+        return look()
+    found = look() if dist.get_rank() == 0 else None
+    return gather_objects(found, dist.get_world_size())[0]
+
+
 class CheckpointNotSentError(OSError):
     """A checkpoint that a report was to name did not come to its place."""
 

@@ -5,7 +5,6 @@ All workers run the same code side by side in one process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from attention.base.messages import reason
 from attention.io import checkpoint
 from trainers.deepspeed_config import LAYOUT, decays_everything
 from trainers.jobs import best, memory
-from trainers.jobs.checkpoints import CheckpointStore, SavedCheckpoint, gather_objects
+from trainers.jobs.checkpoints import CheckpointStore, SavedCheckpoint, of_rank_0
 from trainers.jobs.link import Link
 from trainers.jobs.share import teacher_of
 from trainers.jobs.train_job import TrainJob
@@ -41,7 +40,7 @@ def run_job(job: TrainJob, link: Link) -> dict[str, Any]:
             collective operation for the one that ran out.
     """
     job = job.on(link.world_size)
-    fitting, notes = _agreed(link, lambda: memory.as_it_fits(job))
+    fitting, notes = of_rank_0(lambda: memory.as_it_fits(job))
     try:
         return _attempt(fitting, link, notes)
     except RuntimeError as error:
@@ -65,7 +64,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
     torch.set_num_threads(job.settings.threads)
     store = CheckpointStore.of(job, link.rank, link.world_size)
     newest, reports, damage = store.newest_whole()
-    if reports and not _agreed(link, lambda: best.best_is_there(reports[-1], job.out_dir)):
+    if reports and not of_rank_0(lambda: best.best_is_there(reports[-1], job.out_dir)):
         damage.append(
             f"the weights of the best step {reports[-1]['best_step']} are damaged: trained from "
             f"the beginning"
@@ -91,7 +90,7 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
                     job.settings,
                     job.schedule_steps,
                     schedule_offset=job.schedule_offset,
-                    decay_everything=_agreed(link, lambda: _decays_everything(job, store, newest)),
+                    decay_everything=of_rank_0(lambda: _decays_everything(job, store, newest)),
                 )
             )
         )
@@ -130,7 +129,7 @@ def _ended_before(
     if (
         newest is not None
         and newest.step == last
-        and _agreed(link, lambda: _is_written(job, reports[-1]))
+        and of_rank_0(lambda: _is_written(job, reports[-1]))
     ):
         return {"metrics": reports[-1]}
     return None
@@ -142,8 +141,3 @@ def _is_written(job: TrainJob, report: dict[str, Any]) -> bool:
         return checkpoint.weights_digest(job.out_dir) == report.get("weights_digest")
     except (OSError, ValueError):
         return False
-
-
-def _agreed(link: Link, look: Callable[[], Any]) -> Any:
-    """Return what rank 0 finds, on all workers."""
-    return gather_objects(look() if link.rank == 0 else None, link.world_size)[0]

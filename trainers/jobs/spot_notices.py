@@ -28,6 +28,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -106,13 +107,8 @@ def azure_notice() -> Notice | None:
     Raises:
         OSError: Where there is none.
     """
-    base = os.environ.get("HEADFOLD_AZURE_METADATA", _LINK_LOCAL).rstrip("/")
-    header = {"Metadata": "true"}
-    version = "api-version=2021-02-01"
-    name = _answer(f"{base}/metadata/instance/compute/name?{version}&format=text", header)
-    events = _answer(f"{base}/metadata/scheduledevents?api-version=2020-07-01", header)
-    if name is None or events is None:
-        raise OSError("the metadata service does not know this machine")
+    name = _azure("instance/compute/name?api-version=2021-02-01&format=text")
+    events = _azure("scheduledevents?api-version=2020-07-01")
     for event in json.loads(events)["Events"]:
         ends = event["EventType"] in ("Preempt", "Terminate")
         if ends and name.strip() in event.get("Resources", ()):
@@ -122,10 +118,41 @@ def azure_notice() -> Notice | None:
     return None
 
 
-CLOUDS: Mapping[str, Callable[[], Notice | None]] = {
-    "EC2": ec2_notice,
-    "GCE": gce_notice,
-    "Azure": azure_notice,
+def on_azure() -> None:
+    """Ask Azure's metadata service for the name of this machine alone.
+
+    The first question for events, which switches them on, may take two minutes to be answered.
+
+    Raises:
+        OSError: Where there is none.
+    """
+    _azure("instance/compute/name?api-version=2021-02-01&format=text")
+
+
+def _azure(path: str) -> str:
+    base = os.environ.get("HEADFOLD_AZURE_METADATA", _LINK_LOCAL).rstrip("/")
+    answer = _answer(f"{base}/metadata/{path}", {"Metadata": "true"})
+    if answer is None:
+        raise OSError("the metadata service does not know this machine")
+    return answer
+
+
+class Cloud(NamedTuple):
+    """The questions for a cloud's metadata service.
+
+    Attributes:
+        recognise: Raises an error on a machine of another cloud.
+        notice: Returns the notice, if there is one.
+    """
+
+    recognise: Callable[[], object]
+    notice: Callable[[], Notice | None]
+
+
+CLOUDS: Mapping[str, Cloud] = {
+    "EC2": Cloud(ec2_notice, ec2_notice),
+    "GCE": Cloud(gce_notice, gce_notice),
+    "Azure": Cloud(on_azure, azure_notice),
 }
 
 
@@ -181,10 +208,10 @@ class NoticeWatch:
     def _cloud(self) -> Callable[[], Notice | None] | None:
         """Return the metadata service of this machine; None outside of the clouds."""
         for attempt in range(_TRIES):
-            for ask in CLOUDS.values():
+            for cloud in CLOUDS.values():
                 with contextlib.suppress(*_NO_ANSWER):
-                    ask()
-                    return ask
+                    cloud.recognise()
+                    return cloud.notice
             if attempt + 1 < _TRIES:
                 time.sleep(POLL_SECONDS)
         return None

@@ -34,7 +34,7 @@ from attention.io import checkpoint
 from attention.io.files import sha256, write_whole, written_whole
 from attention.modeling.predictions import Final, final, positions_at_once
 from attention.modeling.running import batch_of, evaluating
-from trainers.jobs.checkpoints import gather_objects
+from trainers.jobs.checkpoints import of_rank_0
 from trainers.jobs.share import teacher_of
 from trainers.jobs.train_job import TrainJob
 from trainers.text.data import BatchStream
@@ -48,12 +48,14 @@ _INDEX = "index.json"
 class StoredTeacher:
     """The predictions of a teacher for the sequences of a stream's last batch, from disk.
 
+    All workers open it together.
+
     Attributes:
         digest: Of all stored data.
     """
 
     def __init__(self, folder: Path, stream: BatchStream) -> None:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index = of_rank_0(lambda: json.loads((folder / _INDEX).read_text(encoding="utf-8")))
         self.digest = str(index["digest"])
         self._folder = folder
         self._per_shard = int(index["sequences_per_shard"])
@@ -99,7 +101,7 @@ def stored_teacher(job: TrainJob, stream: BatchStream, device: torch.device) -> 
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     text = Path(job.train_file)
     folder = text.parent / f"{text.name}-teacher-{key}"
-    if not _agreed((folder / _INDEX).is_file()):
+    if not of_rank_0((folder / _INDEX).is_file):
         with teacher_of(job, job.settings, device) as teacher:
             _Writer(folder, sequences, teacher, job, device, made_of).write()
     return StoredTeacher(folder, stream)
@@ -139,7 +141,7 @@ class _Writer:
             torch.no_grad(),
             stage("keeping the teacher's predictions", shards, "shards") as progress,
         ):
-            while missing := _agreed(self._missing(order)):
+            while missing := of_rank_0(lambda: self._missing(order)):
                 self._write_shard(missing[rank % len(missing)], first=rank < len(missing))
                 dist.barrier()
                 progress.to(shards - max(0, len(missing) - workers))
@@ -202,8 +204,3 @@ class _Writer:
             "digest": hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16],
         }
         write_whole(self._folder / _INDEX, json.dumps(record, indent=1) + "\n")
-
-
-def _agreed(value: Any) -> Any:
-    """Return what rank 0 has, on all workers."""
-    return gather_objects(value, dist.get_world_size())[0]

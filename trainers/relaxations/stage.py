@@ -128,9 +128,9 @@ def relaxed_objective(
 ) -> LossFunction:
     """`loss_fn` plus the penalty; `step()` returns how many steps are done."""
 
-    def objective(model: Any, batch: Tensor) -> Tensor:
+    def objective(model: Any, batch: Tensor, rows: int | None = None) -> Tensor:
         now = step()
         relaxation.begin(now)
-        return loss_fn(model, batch) + relaxation.penalty(now)
+        return loss_fn(model, batch, rows) + relaxation.penalty(now)
 
     return objective

@@ -44,7 +44,7 @@ class PooledValueCost(Cost):
         super().__init__(heads.num_heads, width)
         self.steps = steps
         self.dim = heads.v.shape[1]
-        self.centred = heads.o_bias is not None
+        self.centred = heads.o_bias is not None and statistics.sums_to_one
         rows = (symmetric_root(head_metrics(heads)) @ augmented(heads.v, heads.v_bias)).float()
         count, dim, _ = rows.shape
         gram = gram_under(rows.flatten(0, 1), statistics.pooled_moment().to(rows.device))

@@ -79,7 +79,10 @@ class SideBySide:
     mixed: list[Tensor] = field(default_factory=list)
 
     def pairs(self, layer: int, carry: float, bias: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """Z and Y = the original's attention + carry x (stream difference), a batch at a time."""
+        """Z and Y = the original's attention + carry x (stream difference), a batch at a time.
+
+        `carry` is in units of the output projection.
+        """
         self.mixed = []
         for original, converted in zip(
             self.original.at(layer), recorded(self.converted, layer), strict=True
@@ -147,7 +150,8 @@ def heal_layer(
         layer: Number of the layer in the models.
         number: Number of the layer in its checkpoint.
         ridge: Weight of the distance to the former projection.
-        carry: Share of the stream difference that the target takes over.
+        carry: Share of the stream difference that the target takes over; none of it in families
+            that normalise the output projection before it is added to the stream.
 
     Raises:
         ValueError: For shared output projections.
@@ -162,6 +166,8 @@ def heal_layer(
         )
     family = family_of(converted.config)
     geometry = geometry_of(converted.config)
+    scale = family.residual_scale(converted.config)
+    carry = carry / scale if scale else 0.0
     heads = family.read(module, geometry)
     bias = heads.o_bias is not None
     zz, zy = _moments(fit.pairs(layer, carry, bias))

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from attention.families import _separate
+from attention.families import _separate, normed
 from attention.families.llama_layout.gemma import check_causal
 from attention.geometry import HeadGeometry
 
@@ -21,4 +21,11 @@ def geometry(config: Any) -> HeadGeometry:
 
 
 # Its class takes a number of query heads only if that divides the model width
-FAMILY = _separate.family("gemma2", Gemma2Config, Gemma2ForCausalLM, geometry, pads_queries=False)
+FAMILY = _separate.family(
+    "gemma2",
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    geometry,
+    pads_queries=False,
+    residual_scale=normed,
+)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from attention.families import _separate
+from attention.families import _separate, normed
 from attention.families.llama_layout.gemma import check_causal
 from attention.geometry import HeadGeometry
 
@@ -22,5 +22,10 @@ def geometry(config: Any) -> HeadGeometry:
 
 # Its class takes a number of query heads only if that divides the model width
 FAMILY = _separate.family(
-    "gemma3_text", Gemma3TextConfig, Gemma3ForCausalLM, geometry, pads_queries=False
+    "gemma3_text",
+    Gemma3TextConfig,
+    Gemma3ForCausalLM,
+    geometry,
+    pads_queries=False,
+    residual_scale=normed,
 )

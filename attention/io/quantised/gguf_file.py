@@ -27,11 +27,15 @@ from attention.io import checkpoint
 from attention.io.safetensors_files import WeightsError, listed
 from attention.io.sources import CheckpointError
 from attention.io.stock_files import GENERATION, put_tokenizer, write_both_forms
+from attention.io.targets._gguf import vocabulary
 from attention.io.targets._gguf.architectures import OF_FAMILY, Architecture, halve
 
 SUFFIX = ".gguf"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
+_LONGROPE = "rope_factors_"
+_WIDEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models, which scale scores by the model's width over its heads."""
 SPECIAL_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
@@ -118,23 +122,69 @@ class GGUFFile:
         fields = {name: value for name, value in fields.items() if not name.startswith("_")}
         fields.pop("quantization_config", None)
         fields |= self._rope(architecture) | {"dtype": str(self.dtype).removeprefix("torch.")}
-        if (width := self.field(f"{architecture}.attention.key_length")) is not None:
-            fields["head_dim"] = int(width)  # lost by some readers
+        fields |= self._left_out(architecture, fields)
         config_file = folder / "config.json"
         config_file.write_text(
             json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
         )
         config = checkpoint.load_config(folder)
         config.architectures = [family_of(config).model_class.__name__]
+        self._check_rotary_dims(architecture, geometry_of(config).rotary.dims)
         config.save_pretrained(folder)
         write_both_forms(folder)
         self._write_tokenizer(folder)
         return config
 
+    def _left_out(self, architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return settings that transformers' reader leaves out or gets from its defaults.
+
+        Raises:
+            CheckpointError: For a model that its config class cannot describe.
+        """
+        settings: dict[str, Any] = {}
+        if (width := self.field(f"{architecture}.attention.key_length")) is not None:
+            settings["head_dim"] = int(width)
+        if architecture == "llama":
+            if self.field("llama.expert_count"):
+                raise CheckpointError(
+                    f"{str(self.path)!r} has experts, which are not read from a GGUF file of "
+                    "architecture llama; give the checkpoint that it was made from"
+                )
+            settings["attention_bias"] = "blk.0.attn_q.bias" in self._tensors()
+            settings["mlp_bias"] = "blk.0.ffn_up.bias" in self._tensors()
+        if architecture == "stablelm" and "blk.0.attn_q_norm.weight" in self._tensors():
+            raise CheckpointError(
+                f"{str(self.path)!r} normalises queries and keys, which is not read from a GGUF "
+                "file of architecture stablelm; give the checkpoint that it was made from"
+            )
+        if architecture == "gpt2":
+            settings["n_positions"] = int(self.field("gpt2.context_length"))
+        if architecture in _WIDEST_GEMMA:
+            layers = int(self.field(f"{architecture}.block_count"))
+            whole = int(self.field(f"{architecture}.embedding_length"))
+            heads = int(self.field(f"{architecture}.attention.head_count"))
+            widest = layers == _WIDEST_GEMMA[architecture]
+            scale = whole // heads if widest else settings.get("head_dim", fields.get("head_dim"))
+            settings["query_pre_attn_scalar"] = scale
+        return settings
+
+    def _check_rotary_dims(self, architecture: str, dims: int) -> None:
+        stored = self.field(f"{architecture}.rope.dimension_count")
+        if stored is not None and dims and int(stored) != dims:
+            raise CheckpointError(
+                f"{str(self.path)!r} rotates {stored} dims of a head, the config that is read from "
+                f"it {dims}; give the checkpoint that it was made from"
+            )
+
     def _rope(self, architecture: str) -> dict[str, Any]:
         """Return the scaling of rotary embedding, which transformers' reader leaves out."""
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
+        if any(name.startswith(_LONGROPE) for name in self._tensors()):
+            raise CheckpointError(
+                f"{str(self.path)!r}: rotary scaling of type longrope is not read from a GGUF "
+                "file; give the checkpoint that it was made from"
+            )
         if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
             scaling = llama3_rope(_plain(factors), base)
             if scaling is None:
@@ -146,9 +196,12 @@ class GGUFFile:
             return {"rope_parameters": scaling}
         if kind == "linear":
             factor = float(self.field(f"{architecture}.rope.scaling.factor", 1.0))
-            return {
-                "rope_parameters": {"rope_type": "linear", "rope_theta": base, "factor": factor}
-            }
+            scaling = {"rope_type": "linear", "rope_theta": base, "factor": factor}
+            if architecture == "gemma3":  # layers with a window are not scaled
+                window = float(self.field("gemma3.rope.freq_base_swa", 10_000.0))
+                unscaled = {"rope_type": "default", "rope_theta": window}
+                scaling = {"full_attention": scaling, "sliding_attention": unscaled}
+            return {"rope_parameters": scaling}
         if kind not in ("none", "") and architecture != "gpt-oss":
             raise CheckpointError(
                 f"{str(self.path)!r}: rotary scaling of type {kind} is not read from a GGUF file; "
@@ -170,6 +223,8 @@ class GGUFFile:
                 f"checkpoint that it was "
                 "made from"
             ) from None
+        if self.field("tokenizer.ggml.model") == "gpt2":
+            self._set_split(tokenizer)
         put_tokenizer(tokenizer, folder)
         _drop_tokens_from(folder / "tokenizer.json", len(self.field("tokenizer.ggml.tokens", ())))
         ids = {
@@ -179,29 +234,53 @@ class GGUFFile:
         token_ids = {key: int(value) for key, value in ids.items() if value is not None}
         (folder / GENERATION).write_text(json.dumps(token_ids, indent=2) + "\n", encoding="utf-8")
 
+    def _set_split(self, tokenizer: Any) -> None:
+        """Let a byte-level tokenizer split text as llama.cpp does with this file.
+
+        transformers' reader knows fewer of llama.cpp's rules, and takes GPT-2's for the others.
+        """
+        name = self.field("tokenizer.ggml.pre", "default")
+        if (rule := vocabulary.pre_tokenizer(name)) is not None:
+            tokenizer.backend_tokenizer.pre_tokenizer = rule
+        elif "Split" not in str(tokenizer.backend_tokenizer.pre_tokenizer) and name != "default":
+            raise CheckpointError(
+                f"{str(self.path)!r}: llama.cpp's way of splitting text {name!r} is not known "
+                "here; give the checkpoint that the file was made from"
+            )
+
     def _tensors(self) -> dict[str, Any]:
         return {tensor.name: tensor for tensor in self.reader.tensors}
 
     def check(self, config: PretrainedConfig) -> None:
-        """Raise WeightsError, from headers alone, if a tensor of the config's model is missing."""
+        """Check from headers alone that the file has the tensors of the config's model, no others.
+
+        Raises:
+            WeightsError: For tensors that are missing, and for such as the model has no place for.
+        """
         if (form := form_of(config, str(self.field("general.architecture")))) is None:
             return
         from attention.io.targets._gguf.tensors import outside_attention
 
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
-        stored = self._tensors().keys()
-        missing = {
-            stored_name
-            for _, _, stored_name in outside_attention(model, form)
-            if stored_name not in stored
-        }
+        stored = set(self._tensors())
+        geometry = geometry_of(config)
         names = ["attn_qkv"] if form.fused else ["attn_q", "attn_k", "attn_v"]
+        biases = dict.fromkeys(names, geometry.query_bias) | {"attn_output": geometry.output_bias}
+        wanted = {stored_name for _, _, stored_name in outside_attention(model, form)}
         for layer in range(config.num_hidden_layers):
-            missing |= {f"blk.{layer}.{name}.weight" for name in [*names, "attn_output"]} - stored
-        if missing:
+            for name, biased in biases.items():
+                wanted.add(f"blk.{layer}.{name}.weight")
+                if biased:
+                    wanted.add(f"blk.{layer}.{name}.bias")
+        if missing := wanted - stored:
             raise WeightsError(
                 f"{str(self.path)!r} lacks {len(missing)} tensors: {listed(missing)}; copy it again"
+            )
+        if surplus := stored - wanted - {_ROPE_FREQUENCIES}:
+            raise WeightsError(
+                f"{str(self.path)!r} has {len(surplus)} tensors that the model read from it has no "
+                f"place for: {listed(surplus)}; give the checkpoint that it was made from"
             )
 
     def tensors(self, config: PretrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -232,9 +311,15 @@ class GGUFFile:
             pass
         else:
             more["quantization_config"] = GgufConfig(**_accepted(GgufConfig, dequantize=True))
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(self.path.parent), gguf_file=self.path.name, dtype=dtype, **more
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(self.path.parent),
+            gguf_file=self.path.name,
+            dtype=dtype,
+            output_loading_info=True,
+            **more,
         )
+        model, info = loaded
+        checkpoint.weights.check_loaded(self.path, model, info)
         tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
         yield from (
             (name, tensor) for name, tensor in model.state_dict().items() if name not in tied

@@ -26,11 +26,11 @@ from attention.io.precision import DTYPES
 from attention.io.quantised.gguf_file import FLOATS, SUFFIX, GGUFFile
 from attention.io.quantised.packed import PlainTensors, method_of
 from attention.io.replacing import DIGESTS
-from attention.io.sources import SOURCE_FILE, CheckpointError, is_folder, only_cached
+from attention.io.sources import CheckpointError, is_folder, only_cached, write_source_note
 from attention.io.stock_files import copy_files
 from attention.io.weights import METHODS
 
-_FORMAT = 1  # of a copy: another one is made anew
+_FORMAT = 2  # of a copy: another one is made anew
 _GIGA = 2.0**30
 HEADERS = ["*.json", "*.jinja", "*.model*", "*.txt", "*.tiktoken"]
 WEIGHTS = "*.safetensors"
@@ -100,7 +100,7 @@ def _of_gguf(path: Path, cache: Path, weights: bool, report: Callable[[str], Non
             write_shards(file.tensors(config, file.dtype), fresh, SHARD)
         else:
             file.check(config)
-        _write_source(fresh, path, weights, rounded)
+        write_source_note(fresh, path, weights=weights, rounded=rounded)
 
     about = (
         f"the rounding of {', '.join(rounded)} is in its weights"
@@ -151,7 +151,7 @@ def _of_safetensors(
         copy_files(origin, fresh)
         if weights and plain is not None:
             write_shards(plain.tensors(dtype), fresh, SHARD)
-        _write_source(fresh, source, weights, [str(method)])
+        write_source_note(fresh, source, weights=weights, rounded=[str(method)])
 
     about = f"{str(dtype).removeprefix('torch.')}; the rounding of {method} is in its weights"
     if plain is not None and plain.unused:
@@ -202,12 +202,6 @@ def _place(cache: Path, name: str, files: list[Path], weights: bool) -> Path:
     stamps = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = hashlib.sha256(json.dumps([_FORMAT, weights, stamps]).encode()).hexdigest()[:16]
     return cache / "models" / key / name
-
-
-def _write_source(folder: Path, source: str | Path, weights: bool, rounded: list[str]) -> None:
-    name = str(Path(source).resolve()) if Path(source).exists() else str(source)
-    record = {"source": name, "weights": weights, "rounded": rounded}
-    (folder / SOURCE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _make(

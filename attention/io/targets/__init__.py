@@ -197,6 +197,7 @@ class Target:
     Attributes:
         engines: Software that loads it.
         dtypes: Names of what weights can be written in.
+        except_for: Those of `engines` that do not load it for this config and plan.
     """
 
     name: str
@@ -206,6 +207,12 @@ class Target:
     write: Callable[[PreTrainedModel, Path, str, Any], str]
     read: Callable[[Path, Any], PreTrainedModel]
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    except_for: Callable[[Any, AttentionPlan], tuple[str, ...]] = lambda _config, _plan: ()
+
+    def engines_of(self, config: Any, plan: AttentionPlan) -> tuple[str, ...]:
+        """Return the software that loads an export of this plan."""
+        without = self.except_for(config, plan)
+        return tuple(name for name in self.engines if name not in without)
 
 
 @cache
@@ -316,12 +323,11 @@ def best_target(
         raise TargetError(
             f"no target supports this plan ({reasons}); keep it in Headfold's own format"
         )
-    best = min(
-        cache_bytes, key=lambda name: (cache_bytes[name], -len(targets()[name].engines), name)
-    )
+    engines_of = {name: targets()[name].engines_of(config, plan) for name in cache_bytes}
+    best = min(cache_bytes, key=lambda name: (cache_bytes[name], -len(engines_of[name]), name))
     for name in cache_bytes.keys() - {best}:
         bytes_ = cache_bytes[name]
-        engines = " and ".join(targets()[name].engines)
+        engines = " and ".join(engines_of[name])
         more = f"{bytes_} KV bytes per token instead of {cache_bytes[best]}"
         refusals[name] = (
             more

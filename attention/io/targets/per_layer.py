@@ -18,7 +18,7 @@ import torch
 from transformers import MODEL_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from attention.conversion.convert import unshare
-from attention.families import Family, family_of
+from attention.families import Family, family_of, window_of
 from attention.io.checkpoint import KV_HEADS
 from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, gqa
 from attention.io.targets._code import modeling_per_layer
@@ -93,8 +93,10 @@ def lower(model: PreTrainedModel) -> Lowered:
     gqa.fill(stock, source, kv_heads_of(plan), config.num_attention_heads)
     note = (
         f"{_CODE.name} in the folder sizes the attention of each layer: load with "
-        f"trust_remote_code=True; vllm serve --trust-remote-code --model-impl transformers"
+        "trust_remote_code=True"
     )
+    if not _except_for(source.config, plan):
+        note += "; vllm serve --trust-remote-code --model-impl transformers"
     return Lowered(stock, (note, *written_out(plan)))
 
 
@@ -132,4 +134,18 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
     ).eval()
 
 
-TARGET = Target("per_layer", ("transformers", "vLLM"), support_for, lower, write, read)
+def _except_for(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
+    """Return vLLM for layers of different counts in a model with windows: it allocates more."""
+    different = len(set(kv_heads_of(plan))) > 1
+    return ("vLLM",) if different and window_of(config) else ()
+
+
+TARGET = Target(
+    "per_layer",
+    ("transformers", "vLLM"),
+    support_for,
+    lower,
+    write,
+    read,
+    except_for=_except_for,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,10 +192,12 @@ class SearchControl:
         check: Raises ConfigError once another driver has taken over the search, or the storage's
             address.
         fetch: Fetches files of trials, by id, that are only at the address.
+        promoting: Set while the models of a promotion are trained.
     """
 
     check: Callable[[], None] = lambda: None
     fetch: Callable[[Collection[str]], object] = lambda trials: None
+    promoting: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def of(cls, folder: SearchFolder, lock: SearchLock, mirror: Mirror | None) -> SearchControl:

@@ -189,6 +189,36 @@ def test_fusing_groups_of_one_changes_nothing(name: str, fusion: str, tiny_model
 
 
 @pytest.mark.parametrize("name", sorted(families()))
+def test_what_the_output_projection_adds_to_the_stream(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """A vector that is added to the attention's output is in the layer's output, times the scale, if no MLP changes it.
+    Where a norm follows it is not."""
+    model = tiny_model(name, **({"residual_multiplier": 0.25} if name == "granite" else {}))
+    family = family_of(model.config)
+    attention = family.attention_modules(model)[0]
+    path = next(path for path, module in model.named_modules() if module is attention)
+    layer = model.get_submodule(path.rpartition(".")[0])
+    inside = {id(parameter) for parameter in attention.parameters()}
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.dim() > 1 and id(parameter) not in inside:
+                parameter.zero_()
+    added = torch.randn(geometry_of(model.config).hidden_size, generator=torch.Generator().manual_seed(0))
+    outputs: list[Tensor] = []
+    layer.register_forward_hook(lambda *call: outputs.append(call[-1] if torch.is_tensor(call[-1]) else call[-1][0]))
+    for scale in (0.0, 1.0):
+        hook = attention.register_forward_hook(lambda *call, s=scale: (call[-1][0] + s * added, *call[-1][1:]))
+        logits(model, tiny_tokens[:2])
+        hook.remove()
+    change = outputs[1] - outputs[0]
+    expected = family.residual_scale(model.config)
+    if expected is None:
+        share = (change @ added) / (added @ added)
+        assert (change - share[..., None] * added).abs().max() > 0.01
+    else:
+        torch.testing.assert_close(change, expected * added.expand_as(change), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
 def test_gradient_checkpointing_gives_the_same_gradients(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = convert(tiny_model(name), DECOUPLED)
     result = []

@@ -22,6 +22,7 @@ from attention.io.quantised.packed import four_bits, scaled, unpack
 from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.safetensors_files import INDEX, SINGLE
 from attention.io.sources import CheckpointError, source_name
+from attention.io.targets._gguf.vocabulary import pre_tokenizer, split_rule
 from attention.io.weights import WeightsError
 
 DEMO = Path(__file__).resolve().parents[3] / "examples" / "stdlib-llama"
@@ -92,6 +93,120 @@ def test_bits_of_a_gguf_file_are_numbers_in_bfloat16(written: Callable[..., tupl
     before = checkpoint.load(folder, torch.float32).state_dict()
     for name, tensor in model.state_dict().items():
         assert (tensor - before[name]).abs().max() <= before[name].abs().max() / 80, name
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_text_is_split_as_llama_cpp_does_by_that_name(
+    name: str, written: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    from attention.io.tokenizers import read_tokenizer
+
+    tokenizer = read_tokenizer(DEMO)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer(name)
+    folder, _ = written("llama", "bfloat16")
+    export(folder, "gguf", tmp_path / "split", tokenizer)
+    file = tmp_path / "split" / "model.gguf"
+    assert GGUFFile(file).field("tokenizer.ggml.pre") == name
+    again = read_tokenizer(opened(file, tmp_path, weights=False))
+    assert split_rule(json.loads(again.backend_tokenizer.to_str())) == name
+    for text in ("x =  12\n\n345  y's\t7", "    return 3.14159\n\n    # 2026"):
+        assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    pieces = [piece for piece, _ in again.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12")]
+    assert ("12" in pieces) is (name in ("gpt-2", "llama-bpe"))
+
+
+def test_an_unknown_way_of_splitting_text_is_refused(written: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    _, file = written("llama", "bfloat16")
+    file.write_bytes(file.read_bytes().replace(b"gpt-2", b"bpe-9"))
+    with pytest.raises(CheckpointError, match=r"splitting text 'bpe-9' is not known"):
+        opened(file, tmp_path, weights=False)
+
+
+def test_biases_come_back(written: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    folder, file = written("llama", "float32", attention_bias=True, mlp_bias=True)
+    expected = checkpoint.load(folder, torch.float32).state_dict()
+    result = checkpoint.load(opened(file, tmp_path), torch.float32).state_dict()
+    assert result.keys() == expected.keys() and "model.layers.0.self_attn.o_proj.bias" in result
+    assert all(torch.equal(result[name], tensor) for name, tensor in expected.items())
+
+
+def test_tensors_without_a_place_are_refused(written: Callable[..., tuple[Path, Path]]) -> None:
+    folder, file = written("llama", "float32")
+    config = checkpoint.load_config(folder)
+    GGUFFile(file).check(config)
+    config.num_hidden_layers = 1
+    with pytest.raises(WeightsError, match=r"has 9 tensors that the model read from it has no place for: blk\.1\."):
+        GGUFFile(file).check(config)
+
+
+WHOLE = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, "gemma3": {"rope.freq_base": 1e6}}
+"""Families that transformers reads, and settings of their files."""
+
+
+def whole_file(model: PreTrainedModel, architecture: str, file: Path, leave_out: str = "-", **settings: Any) -> None:
+    """Write a GGUF file of a Gemma as llama.cpp's converter does, without a tokenizer."""
+    import gguf
+
+    config: Any = model.config
+    writer = gguf.GGUFWriter(file, architecture)
+    for name, value in {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "vocab_size": config.vocab_size,
+    }.items():
+        writer.add_uint32(f"{architecture}.{name}", value)
+    numbers = {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, **WHOLE[architecture], **settings}
+    for name, value in numbers.items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{architecture}.{name}", value)
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("lm_head") and leave_out not in name:
+            plus = 1 if "norm" in name else 0  # Gemma multiplies by 1 + weight
+            writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", (tensor + plus).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", WHOLE)
+def test_what_transformers_reads_as_a_whole_comes_back(architecture: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    family, settings = {
+        "gemma2": ("gemma2", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+        "gemma3": ("gemma3_text", {"final_logit_softcapping": None, "sliding_window_pattern": 6}),
+    }[architecture]
+    model = tiny_model(family, tie_word_embeddings=True, query_pre_attn_scalar=8, **settings)
+    whole_file(model, architecture, tmp_path / "x.gguf")
+    again = checkpoint.load(opened(tmp_path / "x.gguf", tmp_path), torch.float32)
+    assert again.config.query_pre_attn_scalar == again.config.head_dim == 8
+    torch.testing.assert_close(probe(again), probe(model), rtol=0, atol=1e-4)
+    whole_file(model, architecture, tmp_path / "y.gguf", leave_out="layers.1.mlp.up_proj")
+    with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.up_proj"):
+        opened(tmp_path / "y.gguf", tmp_path)
+
+
+def test_only_layers_without_a_window_of_gemma_3_have_scaled_positions(tiny_model: Tiny, tmp_path: Path) -> None:
+    scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6}
+    model = tiny_model("gemma3_text", tie_word_embeddings=True)
+    whole_file(model, "gemma3", tmp_path / "x.gguf", **scaled)
+    rope = checkpoint.load_config(opened(tmp_path / "x.gguf", tmp_path, weights=False)).rope_parameters
+    assert rope["full_attention"] == {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_factors_of_longrope_are_refused(written: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    _, file = written("llama", "float32")
+    file.write_bytes(file.read_bytes().replace(b"blk.1.attn_output.weight", b"rope_factors_long.weight"))
+    with pytest.raises(CheckpointError, match="of type longrope is not read"):
+        opened(file, tmp_path)
 
 
 def test_llama_3_rope_comes_back(written: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
@@ -384,6 +499,7 @@ def test_split_files_and_converted_ones_are_refused(tmp_path: Path) -> None:
 
     for field, value, report in (
         ("split.count", 3, "llama-gguf-split"),
+        ("llama.expert_count", 8, "has experts"),
         ("llama.attention.head_count_kv", [2, 1], "own"),
     ):
         file = tmp_path / f"{field}.gguf"

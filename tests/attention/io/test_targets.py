@@ -56,6 +56,35 @@ def saved(tiny_model: Tiny, tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("llama", {"hidden_act": "relu"}, "computes a llama with silu, the model has relu"),
+        ("gemma", {"hidden_activation": "silu"}, "computes a gemma with gelu, the model has silu"),
+        ("gpt2", {"activation_function": "relu"}, "computes a gpt2 with gelu, the model has relu"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scales scores by the head dim alone"),
+        ("gpt2", {"scale_attn_weights": False}, "scales scores by the head dim alone"),
+    ],
+)
+def test_llama_cpp_has_one_activation_and_one_scale_of_scores_for_a_family(
+    family: str, settings: dict[str, Any], message: str, tiny_model: Tiny
+) -> None:
+    model = tiny_model(family, **settings)
+    with pytest.raises(TargetError, match=message):
+        target("gguf").support_for(model.config, AttentionPlan.identity(2, 4, 8))
+
+
+@pytest.mark.parametrize(("family", "engines"), [("llama", ("transformers", "vLLM")), ("gemma2", ("transformers",))])
+def test_vllm_does_not_load_different_counts_with_windows(
+    family: str, engines: tuple[str, ...], tiny_model: Tiny
+) -> None:
+    config = tiny_model(family).config
+    one, two = LayerPlan((0,) * 4, (0,) * 4), LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
+    per_layer = target("per_layer")
+    assert per_layer.engines_of(config, AttentionPlan((one, two), 8)) == engines
+    assert per_layer.engines_of(config, AttentionPlan((two, two), 8)) == ("transformers", "vLLM")
+
+
 # ---- the contract ------------------------------------------------------------------------------------------------
 
 

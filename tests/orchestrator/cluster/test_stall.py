@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,7 +149,7 @@ def two_workers() -> Demand:
 
 
 def test_nodes_that_do_not_come_end_the_search_with_what_was_requested(capacity: Any) -> None:
-    watching = CapacityWatch([two_workers()], 3600)
+    watching = CapacityWatch(two_workers, 3600)
     assert watching.reason() is None
     capacity.clock = 3599.0
     assert watching.reason() is None
@@ -159,8 +160,22 @@ def test_nodes_that_do_not_come_end_the_search_with_what_was_requested(capacity:
     )
 
 
+def test_trials_do_not_wait_for_the_nodes_of_a_larger_promotion(capacity: Any) -> None:
+    """Workers of both are alike: only the number that starts together differs."""
+    present = two_workers()
+    watching = CapacityWatch(lambda: present, 60)
+    capacity.nodes = [Nodes(2, GPU)]  # in use by another trial of two workers
+    for clock in (0.0, 1000.0):
+        capacity.clock = clock
+        assert watching.reason() is None
+    present = replace(present, workers=3)
+    assert watching.reason() is None
+    capacity.clock = 1060.0
+    assert "3 x" in (watching.reason() or "")
+
+
 def test_a_wait_for_gpus_in_use_or_of_another_job_is_not_one_for_nodes(capacity: Any) -> None:
-    watching = CapacityWatch([two_workers()], 60)
+    watching = CapacityWatch(two_workers, 60)
     capacity.nodes = [Nodes(2, GPU)]  # even if they are in use
     assert watching.reason() is None
     capacity.clock = 100.0

@@ -169,6 +169,24 @@ def test_the_group_of_a_holder_that_died_is_free_again(pool: str, job: TrainJob)
 
 
 @pytest.mark.extended
+def test_a_job_waits_for_the_workers_of_its_holder_that_died(pool: str, job: TrainJob) -> None:
+    """A trial that restarts at once; two groups would write the same checkpoints."""
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def hold_and_die(given: str) -> None:
+        train_on_pool(pool, TrainJob.from_json(given), lambda report: os._exit(1))
+
+    again = other(job, "again")
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(hold_and_die.remote(again.to_json()))
+    assert len(state(pool)["leases"]) == 1
+    leases = set[int]()
+    train_on_pool(pool, again, lambda report: leases.update(state(pool)["leases"]))
+    assert len(leases) == 1
+    assert not state(pool)["leases"]
+
+
+@pytest.mark.extended
 def test_a_group_of_two_takes_jobs_of_every_kind(pool: str, job: TrainJob, whole: dict[str, Any]) -> None:
     """Another shape: the group that stands idle makes room."""
     shared = {"num_workers": 2, "cpus_per_worker": 0.9, "micro_batch_size": 2}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from attention.geometry import HeadGeometry
 from orchestrator.config.options import ConvertOptions
@@ -112,6 +113,22 @@ def test_a_conversion_by_auto_is_that_of_the_recipe_that_it_takes(demo_dir: Path
     assert "compared_recipes" not in named
     assert named["loss"] == pytest.approx(result["loss"], abs=1e-6)
     assert named["plan"] == result["plan"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "fitted", "judged"),
+    [(32, 512, 8, 8), (12, 512, 6, 6), (4, 4096, 2, 2), (3, 4096, 2, 1), (64, 96, 32, 32)],
+)
+def test_fits_are_judged_by_text_that_they_have_not_seen(rows: int, length: int, fitted: int, judged: int) -> None:
+    sequences = torch.arange(rows)[:, None].expand(rows, length)
+    fit, check = short_fits.fit_and_check(sequences)
+    assert (len(fit), len(check)) == (fitted, judged)
+    assert not set(fit[:, 0].tolist()) & set(check[:, 0].tolist())
+
+
+def test_one_sequence_serves_both() -> None:
+    fit, check = short_fits.fit_and_check(torch.zeros(1, 8))
+    assert len(fit) == len(check) == 1
 
 
 def test_several_ratios_have_one_recipe(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

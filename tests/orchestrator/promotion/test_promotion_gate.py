@@ -16,7 +16,7 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import SearchConfig
-from orchestrator.promotion import gate
+from orchestrator.promotion import gate, model_card
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.paths import SearchFolder
 from trainers.evaluation import evaluate
@@ -226,6 +226,22 @@ def test_the_gate_compares_on_documents_that_nothing_was_chosen_by(
 
     unlucky = with_baseline(entry(folder, loss=2.6), worse, 2.5)
     assert checked(unlucky, config, third_text, folder).reasons == []
+
+
+def test_a_baseline_of_fewer_bytes_is_recorded_and_on_the_card(
+    config: SearchConfig, folder: SearchFolder, third_text: TrialContext
+) -> None:
+    fewer = plan(LayerPlan((0,) * 4, (0,) * 4))
+    base = convert(checkpoint.load(folder.trial("base") / "trained"), fewer, fusion="mean")
+    small = str(checkpoint.save(base, folder.root / "smaller"))
+    record = checked(with_baseline(entry(folder), small, 2.5), config, third_text, folder).record
+    size = fewer.kv_bytes_per_token("float32")
+    assert (record.checks["baseline_kv_bytes_per_token"], record.kv_bytes_per_token) == (size, 2 * size)
+    assert any("has no plan of as many bytes" in note for note in model_card._loss_notes(record))
+    equal = str(folder.trial("head") / "trained")
+    record = checked(with_baseline(entry(folder), equal, 2.5), config, third_text, folder).record
+    assert record.checks["baseline_kv_bytes_per_token"] == record.kv_bytes_per_token
+    assert not any("as many bytes" in note for note in model_card._loss_notes(record))
 
 
 def test_a_difference_within_its_error_is_refused_where_the_margin_asks_for_standard_errors(

@@ -19,9 +19,10 @@ from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, PromotionSection, SearchConfig, TextSection, parse_config
+from orchestrator.evaluation.long_context import NUM_TEXTS
 from orchestrator.evaluation.task_files import SHIPPED
 from orchestrator.promotion import promote
-from orchestrator.promotion.measuring import limit_violations
+from orchestrator.promotion.measuring import _recut, limit_violations
 from orchestrator.promotion.state import PROMOTED, REFUSED
 from orchestrator.reporting.card import CARD
 from orchestrator.search.trials.context import SearchSession, TrialContext
@@ -94,6 +95,14 @@ def promoted(
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
+def test_a_longer_context_begins_as_a_text_does() -> None:
+    rows = torch.arange(NUM_TEXTS * 256).view(-1, 64)
+    again = _recut(rows, 256, [7, 8])
+    assert again[:, :2].tolist() == [[7, 8]] * NUM_TEXTS
+    assert torch.equal(again[:, 2:], rows.view(NUM_TEXTS, 256)[:, 2:])
+    assert torch.equal(_recut(rows, 256, []), rows.view(NUM_TEXTS, 256))
 
 
 @pytest.mark.extended

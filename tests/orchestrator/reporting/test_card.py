@@ -75,6 +75,25 @@ def test_an_export_has_a_card_with_metadata_and_a_picture_and_is_whole(
     assert run_here("export", half, "--target", "gqa", "--out", out, "--overwrite") == 0
 
 
+def test_an_export_whose_card_fails_leaves_nothing(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder without its card would be refused as somebody else's, even with --overwrite."""
+    out = tmp_path / "out"
+
+    def fail(folder: Path, *_: Any) -> None:
+        (folder / "README.md").write_text("unfinished")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("orchestrator.tasks.export.write_card", fail)
+        assert run_here("export", half, "--target", "gqa", "--out", out) == 130
+    assert not list(tmp_path.iterdir())
+    assert run_here("export", half, "--target", "gqa", "--out", out) == 0
+    assert checkpoint.intact(out)
+    assert f"vllm serve path/to/{out.name}" in (out / "README.md").read_text()
+
+
 def test_the_lines_for_transformers_run_as_they_stand(
     half: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,19 @@ def test_trials_and_tokens_are_counted(tmp_path: Path) -> None:
     assert result.trainings == 0
 
 
+def test_a_baseline_of_fewer_bytes_is_reported(tiny_model: Any, tmp_path: Path) -> None:
+    """Half of three KV heads per layer: one each, or one and two by turns."""
+    model = tiny_model("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=48, vocab_size=2048)
+    checkpoint.save(model, tmp_path / "model", REPOSITORY / "examples" / "stdlib-llama")
+    search = ["search.recipes=[gqa,headfold_layers,headfold_gqa]", f"model.path={tmp_path / 'model'}"]
+    uneven = of(config_of("demo", *search, "search.kv_ratios=[0.5,0.34]"), tmp_path)
+    assert [warning for warning in uneven.warnings if "baseline" in warning] == [
+        "search.kv_ratios: at 0.5 the baseline gqa keeps 33.33% of the cache at most, headfold_layers up to 50%: their "
+        "losses are of different sizes; choose a KV ratio that all reach, or set search.strict to refuse others"
+    ]
+    assert not of(config_of("demo", *search, "search.kv_ratios=[0.34]"), tmp_path).warnings
+
+
 def test_halving_stops_some_and_the_baseline_never(tmp_path: Path) -> None:
     config = config_of("demo")
     result = of(config, tmp_path)

@@ -139,6 +139,11 @@ def test_an_engine_that_is_not_there_is_reported_before_any_work(
     assert "vLLM is not installed for" in (output := capsys.readouterr().err) and "`make engines`" in output
 
 
+def test_a_file_without_a_vocabulary_has_the_limits_of_its_header(converted: Path, tmp_path: Path) -> None:
+    export(converted / "source", "gguf", tmp_path / "bare")
+    assert speed._limits(tmp_path / "bare") == speed._limits(converted / "gguf")
+
+
 def test_python_files_in_an_export_run_only_if_requested(
     converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,25 @@ def test_an_estimate_foresees_a_longer_refinement(demo_context: PlanningContext)
     assert estimate("value", 60, 240) == estimate("value", 60, 60)
 
 
+@pytest.mark.parametrize(("layers", "steps"), [(0, 720), (6, 720), (12, 360), (30, 180)])
+def test_an_estimate_counts_on_the_steps_of_the_refinement(
+    layers: int, steps: int, make_context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than six layers share the steps of six, at least a quarter each."""
+    context = replace(make_context("llama"), checkpoint_layers=layers)
+    requested = set[int]()
+
+    def seen(
+        _: PlanningContext, recipe: Recipe, plans: Sequence[Any], *, refined_steps: int, **more: Any
+    ) -> list[float]:
+        requested.add(refined_steps)
+        return [float(layer) for layer, _ in plans]
+
+    monkeypatch.setattr(PlanningContext, "increases_of", seen)
+    make_plan(recipe("headfold"), 0.5, context, np.random.default_rng(0))
+    assert requested == {steps}
+
+
 @pytest.mark.heavy
 def test_parallel_layers_are_those_one_after_the_other(
     make_context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ class Architecture:
         fused: One projection for queries, keys and values.
         rms_norm: Its norms divide by the root mean square and have no shift.
         own_counts: Whether each layer may have a different number of heads.
+        activation: transformers' names for the one between its MLPs' matrices; a file names none.
     """
 
     name: str
@@ -33,8 +34,11 @@ class Architecture:
     fused: bool = False
     rms_norm: bool = True
     own_counts: bool = False
+    activation: tuple[str, ...] = ("silu", "swish")
 
 
+_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")
+"""Exact or by tanh: llama.cpp computes both by tanh, within the tolerance of a check."""
 LLAMA = Architecture("llama", interleaved=True)
 OF_FAMILY = {
     "llama": LLAMA,
@@ -43,10 +47,10 @@ OF_FAMILY = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "qwen3_moe": Architecture("qwen3moe"),
-    "gemma": Architecture("gemma"),
-    "phi": Architecture("phi2", rms_norm=False),
-    "gpt2": Architecture("gpt2", fused=True, rms_norm=False),
-    "gpt_neox": Architecture("gptneox", fused=True, rms_norm=False),
+    "gemma": Architecture("gemma", activation=_GELU),
+    "phi": Architecture("phi2", rms_norm=False, activation=_GELU),
+    "gpt2": Architecture("gpt2", fused=True, rms_norm=False, activation=_GELU),
+    "gpt_neox": Architecture("gptneox", fused=True, rms_norm=False, activation=_GELU),
 }
 # Families that llama.cpp's own converter writes so, and we do not write.
 _INTERLEAVED = ("granite", "smollm3")
@@ -89,6 +93,20 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
         raise TargetError(
             f"target gguf has no sliding window, the model one of {window_of(config)} tokens"
         )
+    activation = _activation(config)
+    if activation not in (known := OF_FAMILY[family].activation):
+        raise TargetError(
+            f"llama.cpp computes a {family} with {known[0]}, the model has {activation}; export "
+            "to target vllm"
+        )
+    if family == "gpt2" and (
+        config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights
+    ):
+        raise TargetError(
+            "llama.cpp's gpt2 scales scores by the head dim alone "
+            f"(scale_attn_by_inverse_layer_idx={config.scale_attn_by_inverse_layer_idx}, "
+            f"scale_attn_weights={config.scale_attn_weights}); export to target transformers"
+        )
     if family in ("qwen3", "qwen3_moe", "gemma") and geometry.query_bias:
         raise TargetError(f"llama.cpp has no {family} with biases (attention_bias=true)")
     if family == "gemma" and not config.tie_word_embeddings:
@@ -99,6 +117,12 @@ def check_supported(config: Any, plan: AttentionPlan) -> None:
         _check_qwen3_moe(config)
     if family == "phi":
         _check_phi(geometry.qk_norm, plan)
+
+
+def _activation(config: Any) -> str:
+    """Return transformers' name of the activation of a model's MLPs."""
+    names = ("hidden_activation", "hidden_act", "activation_function")
+    return next(name for key in names if (name := getattr(config, key, None)))
 
 
 def fixed_factors(rope: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """A tokenizer in a GGUF file: byte-level BPE, and the BPE with byte fallback of Llama 2 and Gemma.
 
 llama.cpp splits text by rules that it has under a name; a tokenizer is matched to a name by its own
-splitting rule.
+splitting rule, and a name in a file that is read to a rule.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from attention.base.messages import cut, reason
@@ -19,11 +20,15 @@ from attention.io.targets import TargetError
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SPLITS = {
-    CONTRACTIONS + WORDS + r"\p{N}{1,3}" + REST: "llama-bpe",
-    CONTRACTIONS + WORDS + r"\p{N}" + REST: "qwen2",
+_PATTERNS = {
+    "llama-bpe": CONTRACTIONS + WORDS + r"\p{N}{1,3}" + REST,
+    "qwen2": CONTRACTIONS + WORDS + r"\p{N}" + REST,
 }
-"""Splitting rules that llama.cpp has, and its names for them."""
+"""Splitting rules that llama.cpp has, by its names for them."""
+_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion")
+"""Its names for the rule of GPT-2; the first is written."""
+_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Its names for the same rule after each digit was split off; the first is written."""
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
@@ -131,17 +136,37 @@ def split_rule(whole: dict[str, Any]) -> str:
             f"target gguf takes byte-level tokenizers without a prefix space, got "
             f"{cut(json.dumps(pre))}"
         )
-    if len(steps) == 1 and last.get("use_regex", True):
-        return "gpt-2"
-    rule = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
-    if rule not in _SPLITS:
-        raise TargetError(
-            f"llama.cpp has no known name for the way in which this tokenizer splits text: "
-            f"{cut(json.dumps(pre))}; "
-            "add it to SPLITS in attention/io/targets/_gguf/vocabulary.py, or export to another "
-            "target"
-        )
-    return _SPLITS[rule]
+    if last.get("use_regex", True):
+        if len(steps) == 1:
+            return _GPT2[0]
+        if len(steps) == 2 and steps[0].get("individual_digits"):
+            return _DIGITS[0]
+    pattern = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
+    for name, known in _PATTERNS.items():
+        if pattern == known:
+            return name
+    raise TargetError(
+        f"llama.cpp has no known name for the way in which this tokenizer splits text: "
+        f"{cut(json.dumps(pre))}; add it to _PATTERNS in "
+        "attention/io/targets/_gguf/vocabulary.py, or export to another target"
+    )
+
+
+def pre_tokenizer(name: str) -> Any:
+    """Return the splitting rule that llama.cpp has under `name`, the inverse of `split_rule`.
+
+    None for a name that is not known here.
+    """
+    if name in _GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name in _DIGITS:
+        first = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    if name in _PATTERNS:
+        first = pre_tokenizers.Split(Regex(_PATTERNS[name]), behavior="isolated")
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([first, last])
+    return None
 
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: Any) -> None:

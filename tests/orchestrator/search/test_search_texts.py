@@ -1,0 +1,34 @@
+"""The texts of a search: their parts are those that the verbs measure a searched model on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from attention.checkpoint import Checkpoint
+from orchestrator.config.schema import read_search_config
+from orchestrator.search.texts import SearchTexts
+from trainers.text.data import TextCut, Texts
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+DEMO = REPOSITORY / "examples" / "stdlib-llama"
+
+
+def test_a_small_file_is_divided_as_the_verbs_divide_it(tmp_path: Path) -> None:
+    """Else a promoted model would be measured on documents that the search has trained on."""
+    source = tmp_path / "texts.jsonl"
+    documents = [f"document {n}: " + "a few words of text " * 200 for n in range(100)]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    changes = [f"model.path={DEMO}", f"data.source={source}", "data.train.tokens=4096", "data.eval.tokens=2048"]
+    config = read_search_config(REPOSITORY / "configs" / "demo.yaml", changes)
+    texts = SearchTexts.check(config, Checkpoint.open(DEMO), tmp_path / "cache")
+
+    def parts(split: str) -> set[str]:
+        cut = texts.cuts[split]
+        assert isinstance(cut, TextCut)
+        return set(cut.documents())
+
+    measured = set(Texts(str(source)).cut("eval", 2048, 128).documents())
+    assert len(measured) > 20, "a quarter of a small file"
+    assert parts("eval") == measured
+    assert parts("train") == parts("calibration") == set(documents) - measured
