@@ -163,12 +163,13 @@ def in_chunks(
     again = torch.is_grad_enabled() and len(parts[0]) > 1
 
     def share(labels: Tensor, states: Tensor, guide: Tensor | None = None) -> Tensor:
-        logits = predicting.head(states)
         reference_logits = None
+        # Before the other head: a backward pass computes again only what it needs, and without any
+        # row that counts this would be nothing after it
         if reference is not None and guide is not None:
             with torch.no_grad():
                 reference_logits = reference.head(guide)[: len(labels)]
-        logits = logits[: len(labels)]
+        logits = predicting.head(states)[: len(labels)]
         if counted is not None:
             chosen = labels != _NOT_COUNTED
             logits = logits[chosen]

@@ -17,7 +17,7 @@ _PROMPTS = (
     "def read_lines(path):",
     "The memory of a token is kept until",
     "import os\nimport sys\n\n",
-    "In the year 1905, a clerk in Bern",
+    "Year  Place\n\n1905  Bern, where a clerk",  # tokenizers differ in white space before digits
     "    for index, item in enumerate(",
     "Q: What is the capital of France?\nA:",
     'class Error(Exception):\n    """',
