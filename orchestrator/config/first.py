@@ -237,7 +237,11 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     @property
     def kv_ratios(self) -> str:
-        """A half and a quarter, where there is a KV head for each layer in them."""
+        """A half and a quarter, or the next ratios above that all recipes reach.
+
+        The baseline has as many heads in every layer: at a half of three it would keep one of them,
+        and recipes with a number for each layer one and a half.
+        """
         count = self.geometry.num_kv_heads
         if count == 1:
             raise ConfigError(
@@ -247,12 +251,10 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         shares = [share for share in (2, 4) if count >= share]
         if self.smoke or self.small:
             shares = shares[:1]
-        heads = " and ".join(f"{count / share:g}" for share in shares)
-        most = "" if all(count % share == 0 for share in shares) else "at most "
-        return (
-            f"kv_ratios: {[1 / share for share in shares]}    # {most}{heads} of its {count} KV "
-            "heads per layer"
-        )
+        counts = [-(-count // share) for share in shares]
+        ratios = [-(-100 * heads // count) / 100 for heads in counts]  # rounded up
+        heads = " and ".join(map(str, counts))
+        return f"kv_ratios: {ratios}    # {heads} of its {count} KV heads per layer"
 
     @property
     def about_source(self) -> str:
