@@ -141,3 +141,11 @@ def distinct_heads(*parts: Tensor | None) -> tuple[list[int], Tensor]:
         if which[-1] == len(first):
             first.append(head)
     return first, torch.tensor(which)
+
+
+def group_means(rows: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+    """Return the mean of each group's rows in float64, `[H, ...]` -> `[G, ...]`.
+
+    A group of one comes back bit by bit.
+    """
+    return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)

@@ -27,7 +27,7 @@ from trainers.fusion_search import next_stage
 from trainers.jobs.checkpoint_timer import CheckpointTimer
 from trainers.jobs.checkpoints import CheckpointStore, of_rank_0
 from trainers.jobs.link import Link
-from trainers.jobs.share import WorkerShare, frozen_model, teacher_of
+from trainers.jobs.share import WorkerShare, frozen_model, packed_text, teacher_of
 from trainers.jobs.train_job import TrainJob
 from trainers.loop import train_model
 from trainers.losses import objective
@@ -153,13 +153,7 @@ class _Stage(WorkerShare):
             self.store.expected_bytes = engine.checkpoint_bytes
             minutes = self.job.checkpoint_minutes
             self.timer = CheckpointTimer(self.store, self.link, minutes, engine.device)
-            loss_fn = objective(
-                self.settings.distillation,
-                self.settings.distillation_weight,
-                teacher,
-                self.positions,
-                answers=self.answers,
-            )
+            loss_fn = self.loss_fn(teacher)
             steps = train_model(
                 engine,
                 self.stream,
@@ -225,7 +219,7 @@ class _Stage(WorkerShare):
                 self.spec,
                 self.settings,
                 copy.deepcopy(self.stream),
-                objective(positions=self.positions, answers=self.answers),
+                objective(**packed_text(self.settings, self.job.model_dir)),
             )
             if self.rank == 0:
                 write_whole(file, json.dumps(plan.to_dict(), sort_keys=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, apply_rotary_pos_emb
 
@@ -70,12 +70,9 @@ def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     if not plan.is_identity and not (equal and getattr(module.config, FUSED_PROJECTIONS, False)):
         separate(module, geometry, plan)
         return
-    old = module.qkv_proj
     rows = (geometry.num_heads + 2 * plan.key_heads) * geometry.head_dim
-    if rows != old.out_features:
-        like = {"device": old.weight.device, "dtype": old.weight.dtype}
-        module.qkv_proj = nn.Linear(old.in_features, rows, bias=False, **like)
-        module.num_key_value_heads = plan.key_heads
+    _separate.resize(module, _FUSED, rows=rows)
+    module.num_key_value_heads = plan.key_heads
 
 
 @torch.no_grad()

@@ -114,7 +114,7 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     split = training_job(context, trial, candidate, "split")
     settings = split.settings.model_copy(update={"num_workers": 1, "batch_size": split.settings.batch_size // 2})
     alone = replace(split, settings=settings, run_name="alone", out_dir=str(place / "alone-trained"))
-    _, step = limited("one worker", needs.training("training worker", settings), train, alone, width=2)
+    _, step = limited("one worker", needs.training_memory.need("training worker", settings), train, alone, width=2)
     yield step
     report, step = limited("training worker", by_name["training worker"], train, split, ranks=2, width=2)
     yield step

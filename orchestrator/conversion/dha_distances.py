@@ -144,16 +144,14 @@ def prepare(phases: Iterable[SearchPhase], cache: str | Path, options: Mapping[s
 
 def _measure_to(phase: SearchPhase, file: str) -> None:
     """Run one search phase and write its distances. A Ray task."""
-    from trainers.jobs.share import answers_of, positions_of
+    from trainers.jobs.share import packed_text
     from trainers.losses import objective
 
     settings = TrainSettings.model_validate({**phase.settings, **phase.memory})
     torch.set_num_threads(settings.threads)
     model = checkpoints.load_model(phase.model, settings.dtype)
     sequences = read_sequences(phase.train_file)
-    loss_fn = objective(
-        positions=positions_of(settings, phase.model), answers=answers_of(settings, phase.model)
-    )
+    loss_fn = objective(**packed_text(settings, phase.model))
     distances = measure(model, sequences, settings, phase.steps, phase.rate, phase.seed, loss_fn)
     write(distances, file)
 

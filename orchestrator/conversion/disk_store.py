@@ -74,7 +74,6 @@ from search_spaces.planning.by_layer import plan_layer
 from search_spaces.planning.context import PlanningContext, convert_with
 from search_spaces.planning.planner import site_generators
 from search_spaces.planning.widths import with_width
-from search_spaces.recipes.recipe import AXES
 from trainers.evaluation import PredictionCosts, comparison
 
 _FORMAT = 3  # of the layer folder
@@ -135,8 +134,7 @@ class DiskStore(LayerStore[LayerFolder]):
         """
         super().__init__(request, request.texts())
         freeze_garbage()
-        needs_text = request.recipe.needs & {"statistics", "sequences", "model"}
-        self.calibration = len(self.texts.calibration) if needs_text else 0
+        self.calibration = len(self.texts.calibration) if request.recipe.reads_text else 0
         used = self.texts.calibration[: self.calibration]
         self.tokens = torch.cat([used, self.texts.held_out])
         self.source = LayerSource(request, self.tokens.shape[1], log)
@@ -192,7 +190,7 @@ class DiskStore(LayerStore[LayerFolder]):
         recipe = self.request.recipe
         geometry = self.request.geometry
         increases = None
-        if "measure" in AXES["allocation"].get(recipe.allocation).needs:
+        if recipe.measures_increases:
             calibration = self.tokens[: self.calibration]
             plans, increases, work = plan_by_curves(self.source, self.folder, budget, calibration)
             self.work += work

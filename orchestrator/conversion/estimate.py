@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from attention.base.text import gib
-from attention.tensor_parallel import RankLayoutError
+from attention.tensor_parallel import RankCache, RankLayoutError
 from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.layer_source import check_layerwise
@@ -18,7 +20,7 @@ from orchestrator.conversion.short_fits import COMPARED_TOKENS, shortly_fitted
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.rank_estimate import estimate_ranks
 from orchestrator.resources.size import Conversion, Size
-from orchestrator.resources.time import search_phase_operations
+from orchestrator.resources.time import operations, search_phase_operations
 from orchestrator.storage.paths import disk_free
 from search_spaces.recipes.recipe import Recipe
 
@@ -46,53 +48,61 @@ def estimate_conversions(
     machine = elsewhere or Machine.here(checkpoints.device_of(request.device))
     working = request.working if elsewhere is None else request.written
     why_not = _why_not_layerwise(request)
-    points = []
-    shared = 0.0
+    points: list[ConversionEstimate] = []
     for budget, requested in request.distinct(report=True).items():
         used = float(budget)
-        conversion = Conversion(
-            request.config,
-            request.recipe,
-            used,
-            *request.text_sizes,
-            request.written,
-            working,
-            polish_steps=request.polish.polish,
-            polish_weights=request.polish.polish_weights,
-        )
         point = ConversionEstimate.of(
-            conversion,
+            _conversion(request, used, working),
             machine,
             why_not=why_not,
             requested_ratio=float(requested),
             ceiling=request.ceiling_note(requested, used),
         )
         if tensor_parallel is not None:
-            try:
-                ranks = estimate_ranks(
-                    request.recipe, used, conversion.geometry, request.written, tensor_parallel
-                )
-            except RankLayoutError as error:
-                raise ConfigError(f"tensor_parallel: {error}") from None
-            point = replace(point, tensor_parallel=ranks)
-        if not points:
-            shared += search_phase_operations(conversion, Size.of(request.config))
+            point = replace(point, tensor_parallel=_rank_cache(request, used, tensor_parallel))
         points.append(point)
-    _, _, length = request.text_sizes
-    for recipe, ratio in compared:
-        short = Conversion(
-            request.config,
-            shortly_fitted(recipe),
-            ratio,
-            COMPARED_TOKENS,
-            COMPARED_TOKENS,
-            length,
-            request.written,
-            working,
+    first = _conversion(request, points[0].kv_ratio, working)
+    shared = _shared_operations(request, first, compared)
+    return [replace(points[0], shared_flops=shared), *points[1:]]
+
+
+def _conversion(request: ConversionRequest, kv_ratio: float, working: torch.dtype) -> Conversion:
+    return Conversion(
+        request.config,
+        request.recipe,
+        kv_ratio,
+        *request.text_sizes,
+        request.written,
+        working,
+        polish_steps=request.polish.polish,
+        polish_weights=request.polish.polish_weights,
+    )
+
+
+def _rank_cache(request: ConversionRequest, kv_ratio: float, ranks: int) -> RankCache:
+    try:
+        return estimate_ranks(request.recipe, kv_ratio, request.geometry, request.written, ranks)
+    except RankLayoutError as error:
+        raise ConfigError(f"tensor_parallel: {error}") from None
+
+
+def _shared_operations(
+    request: ConversionRequest, first: Conversion, compared: Sequence[tuple[Recipe, float]]
+) -> float:
+    """Return the operations that are made once for all KV ratios, before the first conversion."""
+    size = Size.of(request.config)
+    shared = search_phase_operations(first, size)
+    for recipe, kv_ratio in compared:
+        short = replace(
+            first,
+            recipe=shortly_fitted(recipe),
+            kv_ratio=kv_ratio,
+            calibration_tokens=COMPARED_TOKENS,
+            eval_tokens=COMPARED_TOKENS,
+            polish_steps=0,
         )
-        shared += ConversionEstimate.of(short, machine).flops
-    points[0] = replace(points[0], shared_flops=shared)
-    return points
+        shared += operations(short, size, short.used_tokens + short.eval_tokens)
+    return shared
 
 
 def _why_not_layerwise(request: ConversionRequest) -> str:

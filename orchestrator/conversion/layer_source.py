@@ -31,7 +31,7 @@ def check_layerwise(recipe: Recipe, config: PretrainedConfig) -> None:
     check_windows(config)
     parts = recipe.parts()
     wrong: list[tuple[str, str, str]] = []
-    if "measure" in parts["allocation"].needs:
+    if recipe.measures_increases:
         if recipe.knobs("allocation")["increases"] != ESTIMATED_INCREASE:
             wrong.append(("allocation.increases", "runs the whole model", ESTIMATED_INCREASE))
     elif parts["allocation"].needs & LOOKS_AT_WEIGHTS:

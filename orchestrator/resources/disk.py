@@ -22,7 +22,7 @@ from attention.calibration.sizes import FREE_SHARE, Mixed, layer_bytes, most_exa
 from attention.families import geometry_of
 from attention.io.precision import DTYPES
 from orchestrator.config.schema import SearchConfig, TextSection
-from orchestrator.resources.size import SearchInputs, Size
+from orchestrator.resources.size import SearchInputs, Size, inner_size
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import disk_free, storage_path
 from trainers.deepspeed_config import ADAM_BYTES
@@ -217,11 +217,7 @@ def checkpoint_bytes(
     """
     g, tuned = geometry_of(model), size.total
     if train.tuning == "lora" and not whole:
-        inner = int(
-            getattr(model, "intermediate_size", None)
-            or getattr(model, "ffn_dim", 0)
-            or 4 * g.hidden_size
-        )
+        inner = inner_size(model)
         widths = 4 * (g.hidden_size + g.num_heads * g.head_dim) + 3 * (g.hidden_size + inner)
         tuned = min(size.total, g.num_layers * train.lora_rank * widths)
     if train.tuning == "kv" and not whole:

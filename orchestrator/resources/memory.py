@@ -12,7 +12,6 @@ from attention.base.memory import kernel_field
 from attention.conversion.refinement.parallel import layers_at_once
 from attention.modeling.predictions import most_logit_bytes
 from orchestrator.resources.size import CPU, FLOAT, Conversion, Size
-from search_spaces.recipes.recipe import AXES
 from trainers.evaluation import TEACHER_BYTES
 
 
@@ -76,10 +75,7 @@ def converted_attention(conversion: Conversion, size: Size) -> int:
     Increases of the loss are measured on one more attention, with a head for each query head.
     """
     c, g = conversion, conversion.geometry
-    measured = (
-        "measure" in AXES["allocation"].get(c.recipe.allocation).needs
-        or c.recipe.relaxation != "none"
-    )
+    measured = c.recipe.measures_increases or c.recipe.relaxation != "none"
     whole = 4 * g.num_heads * g.head_dim * g.hidden_size
     return c.working.itemsize * g.num_layers * (size.attention + measured * whole)
 

@@ -177,7 +177,25 @@ class TrainingMemory:
 
     def need(self, process: str, train: TrainSettings) -> Need:
         """Return the need of a worker; where their number may change, with the largest share."""
-        parts = self.parts(train.on(train.min_workers or train.num_workers))
+        return self._need(
+            process, train, self.parts(train.on(train.min_workers or train.num_workers))
+        )
+
+    def search_phase(self, train: TrainSettings) -> Need:
+        """Return the need of DHA's search phase with the settings of a training.
+
+        One worker trains all weights, of a copy with a KV head per query head.
+        """
+        alone = train.on(1).model_copy(update={"tuning": "full", "distillation": "none"})
+        g = self.geometry
+        tokens = alone.device_batch_size * self.sequence_length
+        copies = 4 * lifted_weights(g)  # weights, gradients, two moments
+        # Keys of each query head before and after their rotation, and parts of it
+        keys = 4 * g.num_heads * g.head_dim * tokens
+        lifted = {"lifted heads": FLOAT * g.num_layers * (copies + keys)}
+        return self._need("search phase of DHA", train, self.parts(alone) | lifted)
+
+    def _need(self, process: str, train: TrainSettings, parts: Parts) -> Need:
         gpus = train.gpus_per_worker
         return Need(process, parts, gpus, self.accelerator_type if gpus else None)
 
@@ -294,27 +312,13 @@ class TrainingMemory:
         return 2 * g.hidden_size + 4 * g.num_heads * g.head_dim + 2 * inner
 
 
-def search_phase_parts(memory: TrainingMemory, train: TrainSettings) -> Parts:
-    """Return the parts of DHA's search phase with the settings of a training.
-
-    One worker trains all weights, of a copy with a KV head per query head.
-    """
-    train = train.on(1).model_copy(update={"tuning": "full", "distillation": "none"})
-    g = memory.geometry
-    tokens = train.device_batch_size * memory.sequence_length
-    copies = 4 * lifted_weights(g)  # weights, gradients, two moments
-    # Keys of each query head before and after their rotation, and parts of it
-    keys = 4 * g.num_heads * g.head_dim * tokens
-    return memory.parts(train) | {"lifted heads": FLOAT * g.num_layers * (copies + keys)}
-
-
 def search_phase_bytes(conversion: Conversion) -> int:
     """Return the bytes that DHA's search phase adds to a conversion's process; 0 without one."""
     if conversion.search_phase is None:
         return 0
     memory = TrainingMemory(conversion.config, conversion.sequence_length)
-    parts = search_phase_parts(memory, conversion.search_phase)
-    return sum(parts.values()) - parts["libraries"]
+    need = memory.search_phase(conversion.search_phase)
+    return need.total - need.parts["libraries"]
 
 
 @dataclass(frozen=True)
@@ -328,7 +332,8 @@ class Needs:
         """Return the needs of the processes that load a model, and of the driver."""
         needs = [self.driver(), self.original(), self.planning(), *self.trainings()]
         if any(conversion.search_phase for conversion in self.conversions):
-            needs.append(self.search_phase())
+            settings = self._resolved("training worker", self.config.train)
+            needs.append(self.training_memory.search_phase(settings))
         return [*needs, self.gate()] if self.config.promotion.enabled else needs
 
     def refusals(self) -> list[str]:
@@ -392,13 +397,15 @@ class Needs:
     def trainings(self) -> list[Need]:
         """Return the needs of the workers of trials and promotion, with the most costly recipe."""
         needs: list[Need] = []
-        chosen = self.recomputations()
         for process, train in self._trained_by():
-            update = {"activation_checkpointing": chosen[process]}
-            settings = self.inputs.trainings(train.model_copy(update=update))
-            each = (self.training(process, one) for one in settings)
+            settings = self.inputs.trainings(self._resolved(process, train))
+            each = (self.training_memory.need(process, one) for one in settings)
             needs.append(max(each, key=lambda need: need.total))
         return needs
+
+    def _resolved(self, process: str, train: TrainSettings) -> TrainSettings:
+        """Return settings with what `activation_checkpointing` comes to."""
+        return train.model_copy(update={"activation_checkpointing": self.recomputations[process]})
 
     def _trained_by(self) -> list[tuple[str, TrainSettings]]:
         """Return the processes that train, with their settings."""
@@ -407,6 +414,7 @@ class Needs:
             named.append(("promotion worker", self.config.promotion_train))
         return named
 
+    @cached_property
     def recomputations(self) -> dict[str, bool | str]:
         """Return what `activation_checkpointing` comes to, by process.
 
@@ -419,27 +427,15 @@ class Needs:
             return train.activation_checkpointing
         for choice in (False,) if train.compile else (False, "selective"):
             changed = train.model_copy(update={"activation_checkpointing": choice})
-            needs = [self.training(process, each) for each in self.inputs.trainings(changed)]
+            trainings = self.inputs.trainings(changed)
+            needs = [self.training_memory.need(process, each) for each in trainings]
             if all(need.limit is None or need.total <= SPARE * need.limit for need in needs):
                 return choice
         return True
 
-    def training(self, process: str, train: TrainSettings) -> Need:
-        """Return the need of a worker; where their number may change, with the largest share."""
-        return self._training_memory.need(process, train)
-
-    def search_phase(self) -> Need:
-        """Return the need of DHA's search phase, which trains before the trials."""
-        train = self.config.train
-        chosen = self.recomputations()["training worker"]
-        settings = train.model_copy(update={"activation_checkpointing": chosen})
-        parts = search_phase_parts(self._training_memory, settings)
-        gpus = train.gpus_per_worker
-        kind = self.config.resources.accelerator_type if gpus else None
-        return Need("search phase of DHA", parts, gpus, kind)
-
     @cached_property
-    def _training_memory(self) -> TrainingMemory:
+    def training_memory(self) -> TrainingMemory:
+        """The memory of the workers that train."""
         config = self.config
         kind = config.resources.accelerator_type
         return TrainingMemory(self.inputs.model, config.data.sequence_length, kind)
@@ -475,8 +471,9 @@ class Needs:
         """The dtype of a trial before it trains."""
         return self.inputs.written if self.config.resources.trial_gpus else torch.float32
 
-    @property
+    @cached_property
     def conversions(self) -> list[Conversion]:
+        """The conversions of the named candidates."""
         data = self.config.data
         return [
             Conversion(

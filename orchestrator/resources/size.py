@@ -143,8 +143,7 @@ class Conversion:
     @property
     def used_tokens(self) -> int:
         """Calibration tokens that the recipe looks at."""
-        needed = bool(self.recipe.needs & {"statistics", "sequences", "model"})
-        return self.calibration_tokens if needed else 0
+        return self.calibration_tokens if self.recipe.reads_text else 0
 
     def statistics(self) -> int:
         """Bytes of one layer's statistics."""
@@ -206,7 +205,7 @@ class Conversion:
     @property
     def planned_on(self) -> int:
         """Tokens on which a plan of all layers measures how much outputs matter, else 0."""
-        if "measure" not in AXES["allocation"].get(self.recipe.allocation).needs:
+        if not self.recipe.measures_increases:
             return 0
         return min(
             self.used_tokens, max(self.recipe.knobs("allocation")["tokens"], self.sequence_length)

@@ -47,7 +47,6 @@ from orchestrator.storage.paths import SearchFolder, in_ray_job
 from orchestrator.storage.records import OriginalRecord
 from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES
-from search_spaces.recipes.catalogue import AXES
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 from trainers.evaluation import evaluate
@@ -241,7 +240,7 @@ def trial_context(
         checkpoint_minutes=config.resources.checkpoint_minutes,
         checkpoint_address=folder.train_address,
         task=task_options(config) if config.resources.trial_gpus else None,
-        recomputation=Needs(prepared.setup.inputs, "pooled").recomputations(),
+        recomputation=Needs(prepared.setup.inputs, "pooled").recomputations,
         decode_times=decode_times(config, original, prepared.setup.dtype, folder),
         target=config.search.target,
         tensor_parallel=config.search.tensor_parallel,
@@ -315,10 +314,7 @@ def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]
     first: dict[object, Candidate] = {}
     for candidate in candidates:
         recipe = candidate.recipe
-        if (
-            candidate.plan is not None
-            or "measure" not in AXES["allocation"].get(recipe.allocation).needs
-        ):
+        if candidate.plan is not None or not recipe.measures_increases:
             continue
         # Plans that no refinement fits are measured without a fit
         axes = (*DECIDES, "allocation", "refinement")

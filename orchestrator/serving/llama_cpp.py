@@ -85,7 +85,7 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
         promised = question.support.bytes_per_token(cache_dtype)
     else:
         cache_dtype = pair.name
-        head_bytes = _head_bytes(pair, question.support.head_dim)
+        head_bytes = pair.bytes_of([(1, question.support.head_dim)])
         promised = question.support.bytes_in(pair)
     cells = max(cells_for(promised, head_bytes), question.longest)
     answer, log = _run(python, question, cells, cache_dtype, flash=True)
@@ -117,13 +117,9 @@ def score(python: str, question: ScoreQuestion) -> TextScores:
     }
     command = [python, "-P", str(CHILDREN / "llama_cpp_child.py")]
     answer, log = run_child(NAME, command, request, os.environ, question.seconds)
-    size = kv_bytes_per_token(log, _head_bytes(question.cache, question.support.head_dim))
+    head_bytes = question.cache.bytes_of([(1, question.support.head_dim)])
+    size = kv_bytes_per_token(log, head_bytes)
     return TextScores(answer["scores"], size, answer["version"])
-
-
-def _head_bytes(pair: CachePair, head_dim: int) -> int:
-    """Return the bytes of a token in one KV head, key and value."""
-    return pair.keys.head_bytes(head_dim) + pair.values.head_bytes(head_dim)
 
 
 def _names(pair: CachePair) -> list[str]:

@@ -33,7 +33,7 @@ from search_spaces.planning.curves import (
 from search_spaces.planning.loss_increases import MEASURED_INCREASE, StepReport
 from search_spaces.planning.site_grouper import SiteGrouper, layer_sites
 from search_spaces.planning.widths import with_width
-from search_spaces.recipes.recipe import AXES, Recipe
+from search_spaces.recipes.recipe import Recipe
 from search_spaces.sharing.problem import SharingProblem
 from search_spaces.site import SIDES, plan_of_sites
 
@@ -80,7 +80,7 @@ class Planner:
         self.grouper = SiteGrouper(recipe, context)
         self._generators = generators
         self._curve_generators = curve_generators
-        self._measures = "measure" in AXES["allocation"].get(recipe.allocation).needs
+        self._measures = recipe.measures_increases
 
     @cached_property
     def curves(self) -> Curves:

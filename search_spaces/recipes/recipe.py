@@ -131,6 +131,16 @@ class Recipe:
         return frozenset(need for part in self.parts().values() for need in part.needs)
 
     @property
+    def measures_increases(self) -> bool:
+        """Whether its allocation rests on the loss increases of single layers."""
+        return "measure" in AXES["allocation"].get(self.allocation).needs
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a part looks at calibration tokens."""
+        return bool(self.needs & {"statistics", "sequences", "model"})
+
+    @property
     def equal_groups(self) -> bool:
         """True if the grouping only makes groups of one size.
 

@@ -16,8 +16,11 @@ from transformers import PreTrainedModel
 
 from attention.io import checkpoint
 from attention.io.precision import DTYPES
+from attention.modeling.predictions import Final
 from trainers.evaluation import Evaluation, evaluate
 from trainers.jobs.train_job import TrainJob
+from trainers.loop import LossFunction
+from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream, read_sequences
 
@@ -49,15 +52,19 @@ class WorkerShare:
         self.seconds = 0.0
         self._last = time.perf_counter()
 
-    @property
-    def positions(self) -> Callable[[Tensor], Tensor] | None:
-        """Return `positions_of` this job's text."""
-        return positions_of(self.settings, self.job.model_dir)
+    def loss_fn(
+        self, teacher: Any, stored: Callable[[Tensor], Final] | None = None
+    ) -> LossFunction:
+        """Return the loss of this job's settings on its text.
 
-    @property
-    def answers(self) -> Callable[[Tensor], Tensor] | None:
-        """Return `answers_of` this job's text."""
-        return answers_of(self.settings, self.job.model_dir)
+        Args:
+            teacher: As in `trainers.losses.objective`.
+            stored: Stored predictions, which replace it.
+        """
+        settings = self.settings
+        text = packed_text(settings, self.job.model_dir)
+        distillation, weight = settings.distillation, settings.distillation_weight
+        return objective(distillation, weight, teacher, stored=stored, **text)
 
     def lap(self) -> float:
         """Seconds since the last call."""
@@ -81,34 +88,28 @@ class WorkerShare:
         return evaluate(model, self.held_out, teacher=teacher, batch_size=size, **together)
 
 
-def positions_of(settings: TrainSettings, folder: str | Path) -> Callable[[Tensor], Tensor] | None:
-    """Return the position function where documents are kept apart; None elsewhere.
+def packed_text(settings: TrainSettings, folder: str | Path) -> dict[str, Any]:
+    """Return the arguments of `trainers.losses.objective` for packed text.
+
+    `positions` where documents are kept apart, `answers` where these alone are counted.
 
     Args:
         settings: Of the training.
         folder: Of the model, with its tokenizer.
     """
-    if not settings.document_mask:
-        return None
-    from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
-    from trainers.text.documents import DocumentStarts
+    # Here, and not above: few trainings need these
+    functions: dict[str, Any] = {}
+    if settings.document_mask:
+        from attention.io.tokenizers import read_tokenizer
+        from trainers.text.documents import DocumentStarts
 
-    return DocumentStarts.of(read_tokenizer(folder)).positions
+        functions["positions"] = DocumentStarts.of(read_tokenizer(folder)).positions
+    if settings.assistant_only_loss:
+        from attention.io.tokenizers import read_tokenizer
+        from trainers.text.answers import AnswerSpans
 
-
-def answers_of(settings: TrainSettings, folder: str | Path) -> Callable[[Tensor], Tensor] | None:
-    """Return which tokens are answers where these alone are counted; None elsewhere.
-
-    Args:
-        settings: Of the training.
-        folder: Of the model, with its tokenizer.
-    """
-    if not settings.assistant_only_loss:
-        return None
-    from attention.io.tokenizers import read_tokenizer  # here, and not above: few need it
-    from trainers.text.answers import AnswerSpans
-
-    return AnswerSpans.of(read_tokenizer(folder)).mask
+        functions["answers"] = AnswerSpans.of(read_tokenizer(folder)).mask
+    return functions
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from trainers.jobs.train_job import TrainJob
 from trainers.jobs.utilization import TokenWork
 from trainers.jobs.write_rate import checkpoint_cost
 from trainers.loop import TrainingDiverged, train_model
-from trainers.losses import objective
 
 if TYPE_CHECKING:
     from trainers.engine import TrainEngine
@@ -111,14 +110,7 @@ class WorkerTraining(WorkerShare):
                 on_step=self.on_step,
                 until=lambda: self.stopped,
                 losses=self.losses,
-                loss_fn=objective(
-                    job.settings.distillation,
-                    job.settings.distillation_weight,
-                    self.teacher,
-                    self.positions,
-                    self.stored_teacher,
-                    self.answers,
-                ),
+                loss_fn=self.loss_fn(self.teacher, self.stored_teacher),
             )
         except TrainingDiverged as error:
             # Returned and not raised: the loss is the same on all workers, and another try would

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from attention.axes import Axis
 from attention.conversion.convert import assemble, lift, read_layers, unshare
 from attention.families import family_of, geometry_of
-from attention.heads import LayerHeads
+from attention.heads import LayerHeads, group_means
 from attention.modeling.grouped import attach
 from attention.modeling.model_classes import check_fits, plan_of
 from attention.plan import AttentionPlan, LayerPlan, PlanError
@@ -34,11 +34,6 @@ from trainers.loop import ParameterGroup
 
 RELAXATION_TRAINING = Axis("relaxation", "trainers.relaxations")
 HeadGroups = tuple[tuple[int, ...], ...]
-
-
-def pooled(rows: Tensor, groups: HeadGroups) -> Tensor:
-    """Return the mean of each group's rows, `[S, ...]` -> `[G, ...]`."""
-    return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
 
 
 class Learned(nn.Module):
@@ -175,7 +170,7 @@ class Relaxation(nn.Module, ABC):
                     maps = old.layers[index].key_map, self.plan.layers[index].key_map
                     groups = coarser_groups(*maps, f"layer {index}, key_map")
                     heads = heads.changed(
-                        ["k_norm"], lambda rows, groups=groups: pooled(rows, groups)
+                        ["k_norm"], lambda rows, groups=groups: group_means(rows, groups)
                     )
                 rows, bias = projection.collapsed(
                     getattr(heads, side), getattr(heads, f"{side}_bias")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.conversion.relaxation_knobs import HARD_CONCRETE, constraint_weight, rate_of
+from attention.heads import group_means
 from attention.plan import AttentionPlan, PlanError
 from trainers.loop import ParameterGroup
 from trainers.relaxations.base import (
@@ -35,7 +36,6 @@ from trainers.relaxations.base import (
     Learned,
     Relaxation,
     open_projections,
-    pooled,
     replace_projections,
 )
 
@@ -144,7 +144,7 @@ def nearest_to_mean(weight: Tensor, groups: HeadGroups) -> HeadGroups:
 
     `weight` is `[S, d, D]`. Of equally near heads, the first.
     """
-    means = pooled(weight, groups)
+    means = group_means(weight, groups)
     distances = [
         (weight[list(group)] - mean).flatten(1).norm(dim=1)
         for group, mean in zip(groups, means, strict=True)
@@ -156,7 +156,7 @@ def nearest_to_mean(weight: Tensor, groups: HeadGroups) -> HeadGroups:
 
 def _means(rows: Tensor, groups: HeadGroups) -> nn.Parameter:
     """Return the mean of each group's heads, `[S, ...]` -> `[G, ...]`."""
-    return nn.Parameter(pooled(rows.detach(), groups))
+    return nn.Parameter(group_means(rows.detach(), groups))
 
 
 @RELAXATION_TRAINING.part("hard_concrete", source=_SOURCE, knobs=HARD_CONCRETE)

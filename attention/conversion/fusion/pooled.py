@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.axes import FUSION
 from attention.calibration.moments import LayerStatistics
 from attention.geometry import HeadGeometry
-from attention.heads import KEY_SIDE, VALUE_SIDE, LayerHeads
+from attention.heads import KEY_SIDE, VALUE_SIDE, LayerHeads, group_means
 from attention.plan import LayerPlan
 
 Groups = Sequence[Sequence[int]]
@@ -29,14 +29,6 @@ def check_lifted(heads: LayerHeads, plan: LayerPlan) -> None:
             f"{counts}; "
             "use LayerHeads.expand"
         )
-
-
-def _mean(rows: Tensor, groups: Groups) -> Tensor:
-    """Mean over each group in float64, `[H, ...]` -> `[G, ...]`.
-
-    A group of one comes back bit by bit.
-    """
-    return torch.stack([rows[list(group)].double().mean(0) for group in groups]).to(rows.dtype)
 
 
 @FUSION.part("mean", source="Ainslie 2023, sec. 2.1: mean pooling of key and value heads")
@@ -59,8 +51,8 @@ def mean_fuse(
         )
     keys = plan.key_groups
     values = plan.value_groups
-    fused = heads.changed(KEY_SIDE, lambda rows: _mean(rows, keys))
-    return fused.changed(VALUE_SIDE, lambda rows: _mean(rows, values))
+    fused = heads.changed(KEY_SIDE, lambda rows: group_means(rows, keys))
+    return fused.changed(VALUE_SIDE, lambda rows: group_means(rows, values))
 
 
 def _lost_norm(gram: Tensor, groups: Groups) -> Tensor:

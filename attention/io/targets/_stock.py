@@ -20,3 +20,10 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
 
 def read(folder: Path, config: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+
+
+def read_with_code(folder: Path, config: Any) -> PreTrainedModel:
+    """Read the folder as any user does: its code is the file that `write` has put there."""
+    return AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, trust_remote_code=True
+    ).eval()

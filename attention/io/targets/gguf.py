@@ -7,7 +7,6 @@ as Phi. Unequal groups are padded with zero query heads (`attention.io.targets._
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,7 @@ def lower(model: PreTrainedModel) -> Lowered:
     plan = plan_of(model)
     support_for(model.config, plan)
     if phi.is_needed(model.config, plan):
-        lowered = lower(phi.as_phi(model))
-        return replace(
-            lowered, notes=(*lowered.notes, phi.FOLDED_NORMS_NOTE, *written_out(plan)), folded=True
-        )
+        return phi.lower_as_phi(model, lower)
     form = architecture(model.config, plan)
     notes = [f"architecture {form.name}", *written_out(plan)]
     if form.own_counts and len(set(kv_heads_of(plan))) > 1:

@@ -14,8 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import MODEL_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 
 from attention.conversion.convert import unshare
 from attention.families import Family, family_of, window_of
@@ -127,13 +126,6 @@ def code_for(family: Family) -> str:
     )
 
 
-def read(folder: Path, config: Any) -> PreTrainedModel:
-    """Read the folder as any user does: its code is the file that `write` has put there."""
-    return AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, trust_remote_code=True
-    ).eval()
-
-
 def _except_for(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
     """Return vLLM for layers of different counts in a model with windows: it allocates more."""
     different = len(set(kv_heads_of(plan))) > 1
@@ -146,6 +138,6 @@ TARGET = Target(
     support_for,
     lower,
     write,
-    read,
+    _stock.read_with_code,
     except_for=_except_for,
 )

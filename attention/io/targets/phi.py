@@ -11,6 +11,7 @@ Legend: n the normalised input, g and b a norm's scale and shift: W (g·n + b) +
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ _SAME = (
 )  # fmt: skip
 
 
-FOLDED_NORMS_NOTE = "layer norms' scales and shifts folded into the projections that read them"
+_FOLDED_NORMS_NOTE = "layer norms' scales and shifts folded into the projections that read them"
 
 
 def phi_config(config: Any) -> PhiConfig:
@@ -138,12 +139,14 @@ def as_phi(model: PreTrainedModel) -> PreTrainedModel:
 def lower(model: PreTrainedModel) -> Lowered:
     """Return the stock Phi form of a GPT-NeoX. Raises TargetError as `support_for` does."""
     support_for(model.config, plan_of(model))
-    lowered = gqa.lower(as_phi(model))
-    return replace(
-        lowered,
-        notes=(*lowered.notes, FOLDED_NORMS_NOTE, *written_out(plan_of(model))),
-        folded=True,
-    )
+    return lower_as_phi(model, gqa.lower)
+
+
+def lower_as_phi(model: PreTrainedModel, lower: Callable[[PreTrainedModel], Lowered]) -> Lowered:
+    """Return what the `lower` of a target makes of the Phi form of a GPT-NeoX."""
+    lowered = lower(as_phi(model))
+    notes = (*lowered.notes, _FOLDED_NORMS_NOTE, *written_out(plan_of(model)))
+    return replace(lowered, notes=notes, folded=True)
 
 
 TARGET = Target("phi", ("transformers", "vLLM"), support_for, lower, _stock.write, _stock.read)

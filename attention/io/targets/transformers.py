@@ -10,20 +10,19 @@ weights of composition. Loading it requires permission for the code in the folde
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attention.conversion.convert import unshare
 from attention.families import Family, family_of, window_of
 from attention.io.precision import DTYPES
 from attention.io.stock_files import older_form, put_tokenizer
-from attention.io.targets import EngineSupport, Lowered, Target, TargetError, phi
+from attention.io.targets import EngineSupport, Lowered, Target, TargetError, _stock, phi
 from attention.io.targets._pairs import written_out
 from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling import scores
@@ -86,10 +85,7 @@ def lower(model: PreTrainedModel) -> Lowered:
     plan = plan_of(model)
     support_for(model.config, plan)
     if family_of(model.config).name == "gpt_neox":
-        lowered = lower(phi.as_phi(model))
-        return replace(
-            lowered, notes=(*lowered.notes, phi.FOLDED_NORMS_NOTE, *written_out(plan)), folded=True
-        )
+        return phi.lower_as_phi(model, lower)
     file = _CODE if plan.composition is None else COMPOSED
     note = f"{file.name} in the folder is what transformers runs: load with trust_remote_code=True"
     return Lowered(unshare(model), (note, *written_out(plan)))
@@ -166,11 +162,4 @@ def code_for(file: Path, family: Family) -> str:
     return text.replace("from attention.modeling.", "from .")
 
 
-def read(folder: Path, config: Any) -> PreTrainedModel:
-    """Read the folder as any user does: its code is the file that `write` has put there."""
-    return AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, trust_remote_code=True
-    ).eval()
-
-
-TARGET = Target("transformers", ("transformers",), support_for, lower, write, read)
+TARGET = Target("transformers", ("transformers",), support_for, lower, write, _stock.read_with_code)

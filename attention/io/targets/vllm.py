@@ -251,7 +251,7 @@ def read(folder: Path, config: Any) -> PreTrainedModel:
         TargetError: If it is not whole or its padding is not what was written.
     """
     if has_foreign_counts(config):
-        return per_layer.read(folder, config)
+        return _stock.read_with_code(folder, config)
     plan = plan_of_config(config)
     if not has_own_counts(config, plan):
         return _stock.read(folder, config)

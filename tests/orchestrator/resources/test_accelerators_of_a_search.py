@@ -74,7 +74,7 @@ def test_the_shipped_configuration_fits_its_gpus(model: Path, tmp_path: Path) ->
 def test_as_little_is_computed_anew_as_the_memory_allows(model: Path, kind: str, choice: bool | str) -> None:
     def chosen(*changes: str) -> Any:
         config = config_of(model, f"resources.accelerator_type={kind}", *changes)
-        return Needs(SearchSetup.open(config, weights=False).inputs, "pooled").recomputations()
+        return Needs(SearchSetup.open(config, weights=False).inputs, "pooled").recomputations
 
     assert chosen() == {"training worker": choice, "promotion worker": choice}
     if kind == "H100":
