@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from search_spaces.planning.prices import StoredPrices
 
 Members = tuple[int, ...]
-REMEMBERED = 1 << 17  # groups: some 30 MB
+CACHE_SIZE = 1 << 17  # groups: some 30 MB
 
 
 class Objective(Protocol):
@@ -39,9 +39,9 @@ class GroupCost:
 
     Each group is computed once.
 
-    `many(list of members of one size) -> array` computes a batch at once. At most `remembered`
+    `many(list of members of one size) -> array` computes a batch at once. At most `cache_size`
     groups are cached, the latest; `priced` counts those computed. `programmes`: results of exact
-    grouping, reused for the next number of groups. `kept`: store of the prices of whole sizes, if
+    grouping, reused for the next number of groups. `stored_prices`: prices of whole sizes, if
     any.
 
     Args:
@@ -55,21 +55,21 @@ class GroupCost:
         self,
         cost: Callable[[Members], float],
         many: Callable[[Sequence[Members]], np.ndarray] | None = None,
-        remembered: int = REMEMBERED,
+        cache_size: int = CACHE_SIZE,
         effort: Callable[[int], float] | None = None,
         estimates: Sequence[Callable[[], GroupCost]] = (),
         preparation: float = 0.0,
     ) -> None:
         self._cost = cost
         self._many = many
-        self.remembered = remembered
+        self.cache_size = cache_size
         self.effort_of_one = effort
         self._known: dict[Members, float] = {}
         self._table: np.ndarray | None = None
         self.programmes: dict[Any, Any] = {}
         self.estimates = tuple(estimates)
         self.preparation = preparation
-        self.kept: StoredPrices | None = None
+        self.stored_prices: StoredPrices | None = None
         self.priced = 0
 
     def effort(self, num_heads: int, sizes: Iterable[int]) -> float:
@@ -106,7 +106,7 @@ class GroupCost:
     def _remember(self, groups: Sequence[Members], costs: Sequence[float]) -> None:
         self.priced += len(groups)
         self._known.update(zip(groups, costs, strict=True))
-        while len(self._known) > max(self.remembered, 1):
+        while len(self._known) > max(self.cache_size, 1):
             del self._known[next(iter(self._known))]
 
     def afresh(self) -> GroupCost:
@@ -117,7 +117,7 @@ class GroupCost:
         return GroupCost(
             self.cost,
             self._many,
-            self.remembered,
+            self.cache_size,
             self.effort_of_one,
             self.estimates,
             self.preparation,
@@ -155,7 +155,7 @@ class GroupCost:
             for size in np.flatnonzero(sizes_wanted).tolist()
             if np.isnan(self._table[(1 << size) - 1])
         ]
-        stored = self.kept.read() if self.kept is not None and missing else {}
+        stored = self.stored_prices.read() if self.stored_prices is not None and missing else {}
         new: dict[int, np.ndarray] = {}
         for size in missing:
             groups = list(combinations(range(num_heads), size))
@@ -163,8 +163,8 @@ class GroupCost:
             if prices is None or len(prices) != len(groups):
                 prices = new[size] = np.array(self.costs(groups), dtype=np.float64)
             self._table[[sum(1 << h for h in group) for group in groups]] = prices
-        if self.kept is not None and new:
-            self.kept.add(new)
+        if self.stored_prices is not None and new:
+            self.stored_prices.add(new)
         return np.where(sizes_wanted[count], self._table, np.inf)
 
 

@@ -134,7 +134,7 @@ class _Screen:
     """
 
     def __init__(self, label: str, say: Callable[[str], None], every: float) -> None:
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
         self._lock = threading.Lock()
         self._say = say
         self._every = every
@@ -148,7 +148,7 @@ class _Screen:
             if self.bar is not None:
                 for task in self.bar.task_ids:
                     self.bar.update(task, description=str(stage), completed=stage.done)
-            elif time.monotonic() - self._told >= self._every:
+            elif time.monotonic() - self._printed_at >= self._every:
                 self._write(stage)
 
     def _write(self, stage: ProgressStage) -> None:
@@ -157,7 +157,7 @@ class _Screen:
         if self._say is _print:
             head, *details = (CLOCK.sub("", fact) for fact in facts)
             seen = (stage.label, head, *details)
-            recent = time.monotonic() - self._told < SILENT_SECONDS
+            recent = time.monotonic() - self._printed_at < SILENT_SECONDS
             compared = None if stage.total is None else 2  # a count says enough for a while
             if seen[:compared] == self._printed[:compared] and recent:
                 return
@@ -165,7 +165,7 @@ class _Screen:
                 new = [detail not in self._printed for detail in details]
                 facts = [facts[0], *compress(facts[1:], new)]
             self._printed = seen
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
         self._say(f"{stage.label}: {'; '.join(facts)}")
 
     @contextmanager

@@ -114,6 +114,12 @@ class CalibrationPass:
             sampled: Number of sequences whose inputs are stored.
         """
         config = self.model.config
+        try:
+            check_windows(config)
+        except ValueError:  # its layers cannot stand alone
+            model = checkpoints.load_working(self.model, self.dtype, self.device)
+            yield from collect(model, sequences, sampled=sampled, mixed=self.mixed)
+            return
         yield from layer_by_layer(
             LazyWeights(self.model.folder, config),
             config,
@@ -157,10 +163,17 @@ class CalibrationPass:
             mixed=self.mixed,
         )
 
-    def layers_in_memory(self, sequences: Tensor, sampled: int) -> Iterator[LayerStatistics]:
-        """Yield the same for a checkpoint whose layers cannot stand alone."""
-        model = checkpoints.load_working(self.model, self.dtype, self.device)
-        yield from collect(model, sequences, sampled=sampled, mixed=self.mixed)
+    def digest(self, sequences: Tensor, weights: str) -> str:
+        """Return the digest of all that the statistics depend on.
+
+        Args:
+            sequences: `[N, T]` token ids.
+            weights: Digest of the checkpoint's weights.
+        """
+        tokens = stored_tokens(sequences.shape[-1])
+        return calibration_digest(
+            self.model.config, weights, sequences, tokens, self.working, self.mixed
+        )
 
 
 def checkpoint_calibration(
@@ -196,38 +209,38 @@ def checkpoint_calibration(
         OSError: If the folder cannot be written.
     """
     opened = Checkpoint.open(model)
-    config = opened.config
-    geometry = opened.geometry
-    sample_tokens = stored_tokens(sequences.shape[-1])
-    check_sequences(sequences, geometry, sample_tokens)
+    check_sequences(sequences, opened.geometry, stored_tokens(sequences.shape[-1]))
     weights = weights or checkpoint.weights_digest(opened.folder, cache_dir)
-    working = DTYPES[checkpoints.working_dtype(dtype, device)]
-
-    def folder(mixed: Mixed) -> tuple[Path, str]:
-        digest = calibration_digest(config, weights, sequences, sample_tokens, working, mixed)
-        return folder_of(cache_dir, digest), digest
-
     # What was chosen when more was free, or less, is as good
     for way in MIXED if mixed is None else (mixed,):
-        if (stored := stored_calibration(*folder(way))) is not None:
+        digest = CalibrationPass(opened, dtype, device, way).digest(sequences, weights)
+        if (stored := stored_calibration(folder_of(cache_dir, digest), digest)) is not None:
             return stored
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache_dir).free
-    mixed = mixed or choose_mixed(geometry, sequences.numel(), free, sequences.shape[1])
+    mixed = mixed or choose_mixed(opened.geometry, sequences.numel(), free, sequences.shape[1])
     task = CalibrationPass(opened, dtype, device, mixed)
-    sampled = min(sample_tokens // sequences.shape[1], len(sequences))
-    path, digest = folder(mixed)
-    same = (sequences.numel(), digest, weights, mixed)
-    with stage("calibrating", geometry.num_layers, "layers") as progress:
+    return _calibrate(task, sequences, weights, cache_dir, workers)
+
+
+def _calibrate(
+    task: CalibrationPass,
+    sequences: Tensor,
+    weights: str,
+    cache_dir: str | Path,
+    workers: Workers | None,
+) -> Calibration:
+    """Make a pass and store its statistics. Arguments as those of `checkpoint_calibration`."""
+    length = sequences.shape[1]
+    sampled = min(stored_tokens(length) // length, len(sequences))
+    digest = task.digest(sequences, weights)
+    path = folder_of(cache_dir, digest)
+    same = (sequences.numel(), digest, weights, task.mixed)
+    with stage("calibrating", task.model.geometry.num_layers, "layers") as progress:
         if workers is not None:
             write = partial(calibrate_on_workers, task, sequences, sampled, workers)
             return assemble_calibration(path, lambda to: _counted(write(to), progress), *same)
-        try:
-            check_windows(config)
-            layers = task.layers(sequences, sampled)
-        except ValueError:
-            layers = task.layers_in_memory(sequences, sampled)
-        return write_calibration(path, _counted(layers, progress), *same)
+        return write_calibration(path, _counted(task.layers(sequences, sampled), progress), *same)
 
 
 def is_shared(model: Checkpoint, sequences: Tensor) -> bool:

@@ -71,7 +71,7 @@ def convert_and_refine(
     with phases("refine"):
         steps = steps_of_layers(recipe, plan.num_layers, context.increases.get(plan))
         fits = refine_with(
-            recipe, context.looked_at, converted, context.sequences, layer_steps=steps
+            recipe, context.original_layers, converted, context.sequences, layer_steps=steps
         )
     return converted, [fit.work for fit in fits]
 

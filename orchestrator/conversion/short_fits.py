@@ -59,7 +59,7 @@ class ShortFits:
         plan = make_plan(short, budget, context, np.random.default_rng(request.seed))
         converted = convert_with(short, self._store.original, plan, context.calibration, share=True)
         steps = steps_of_layers(short, plan.num_layers, context.increases.get(plan))
-        refine_with(short, context.looked_at, converted, self._fitted_on, layer_steps=steps)
+        refine_with(short, context.original_layers, converted, self._fitted_on, layer_steps=steps)
         round_weights(converted, request.written)
         return with_engine_heads(converted)
 

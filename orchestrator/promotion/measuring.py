@@ -54,10 +54,10 @@ def score_finalist(
     measurement = _Measurement(config, context)
     scores = {
         "checkpoint": measurement.of(model),
-        "original": measurement.kept(context.model, cache_folder),
+        "original": measurement.cached(context.model, cache_folder),
     }
     if baseline is not None:
-        scores["baseline"] = measurement.kept(baseline, cache_folder)
+        scores["baseline"] = measurement.cached(baseline, cache_folder)
     return cast(FinalistScores, measurement.prepared.record(scores))
 
 
@@ -65,7 +65,7 @@ def score_reference(
     path: str, config: SearchConfig, context: TrialContext, cache_folder: Path
 ) -> None:
     """Measure the original model or a baseline, for the finalists that are compared with it."""
-    _Measurement(config, context).kept(path, cache_folder)
+    _Measurement(config, context).cached(path, cache_folder)
 
 
 class _Measurement:
@@ -93,7 +93,7 @@ class _Measurement:
         context = self._context
         return self.prepared.measure(checkpoints.load_working(path, context.dtype, context.device))
 
-    def kept(self, path: str, folder: Path) -> ModelExtras:
+    def cached(self, path: str, folder: Path) -> ModelExtras:
         """Return the scores of the original model or of a baseline, which a file keeps.
 
         They are measured if they are not of the same weights and request.

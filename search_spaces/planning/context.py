@@ -98,7 +98,7 @@ class PlanningContext:
             )
 
     @cached_property
-    def looked_at(self) -> Original:
+    def original_layers(self) -> Original:
         """The model, by what its layers do on text. Raises ValueError without a model."""
         if self.model is None:
             raise ValueError("what layers do on text needs a model in the context")
@@ -129,7 +129,9 @@ class PlanningContext:
             )
         converted = convert_with(recipe, self.model, plan, self.calibration, share=True)
         if refinement is not None:
-            fits = refine(recipe.refinement, self.looked_at, converted, self.sequences, refinement)
+            fits = refine(
+                recipe.refinement, self.original_layers, converted, self.sequences, refinement
+            )
             self.work.extend(fit.work for fit in fits)
         return language_loss(converted, self.sequences)
 
@@ -153,7 +155,7 @@ class PlanningContext:
         """
         if self.model is None:
             return 1
-        modules = self.looked_at.modules
+        modules = self.original_layers.modules
         return layers_at_once(len(modules), largest(modules), self.model.device)
 
     def increases_of(
@@ -200,7 +202,7 @@ class PlanningContext:
     @cached_property
     def fit_texts(self) -> FitTexts:
         """The texts that layers are fitted on before their loss increases are measured."""
-        return FitTexts.of(self.looked_at, self.measured_on(FIT_TOKENS, least=2))
+        return FitTexts.of(self.original_layers, self.measured_on(FIT_TOKENS, least=2))
 
     def output_metric(self, layer: int, tokens: int) -> Tensor:
         """`attention.conversion.sensitivity` of a layer, on about so many tokens."""

@@ -139,7 +139,7 @@ class SiteGrouper:
             and calibration is not None
         ):
             knobs = self.recipe.knobs("objective")
-            objective.kept = prices_of_site(folder, name, knobs, site, calibration.digest)
+            objective.stored_prices = prices_of_site(folder, name, knobs, site, calibration.digest)
         self._last_objective = (key, objective)
         return objective
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_weight_decay_is_on_matrices_alone(engine: Any, tiny_model: Any, ids: Te
     tied = model.config.tie_word_embeddings
     rate, decay = 1e-2, 0.5
     built = engine(model, learning_rate=rate, warmup_fraction=0.0, weight_decay=decay, zero_stage=stage)
-    built.step(ids[:8], lambda model, batch: objective()(model, batch) * 0)
+    built.step(ids[:8], lambda *batch: objective()(*batch) * 0)
     after = built.weights()
     trained = {name for name, _ in model.named_parameters()}
     shares = {}
@@ -272,7 +273,7 @@ def test_divergence_is_an_error_and_leaves_the_weights(engine: Any, ids: Tensor)
     built = engine()
     before = {k: v.clone() for k, v in built.weights().items()}
     with pytest.raises(TrainingDiverged, match=r"step 1 of 6 is nan; lower learning_rate"):
-        train_model(built, BatchStream(ids, 8), steps=STEPS, loss_fn=lambda m, b: objective()(m, b) * float("nan"))
+        train_model(built, BatchStream(ids, 8), steps=STEPS, loss_fn=lambda *batch: objective()(*batch) * math.nan)
     assert all(torch.equal(v, before[k]) for k, v in built.weights().items())
     assert built.steps_done == 0
 

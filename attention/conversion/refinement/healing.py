@@ -175,7 +175,7 @@ def heal_layer(
     fitted = ridge_refit(weight, zz, zy, ridge)
     before, after = _errors([weight, fitted], check.pairs(layer, carry, bias))
     result = LayerFit("heal", number, before, after)
-    if result.kept:
+    if result.improves:
         family.write(module, _with_weight(heads, fitted))
     if layer + 1 < geometry.num_layers:
         for models in (fit, check):

@@ -429,7 +429,7 @@ def fit_layer(
         report=report,
     )
     result = LayerFit("fit", number, before, after, work)
-    if result.kept:
+    if result.improves:
         with torch.no_grad():
             for p, fitted in zip(module.parameters(), copied.parameters(), strict=True):
                 p.copy_(fitted)

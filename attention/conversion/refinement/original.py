@@ -72,14 +72,14 @@ class Text:
         self.original = original
         self.batch_size = batch_size
         self._streams = Streams(original.model, original.modules, sequences, batch_size)
-        self._kept: dict[int, tuple[Record, ...]] = {}
+        self._records: dict[int, tuple[Record, ...]] = {}
         self._outputs: list[Tensor] = []  # of the attention of the present layer
         self._keeps: bool | None = None  # known once the size of a record is
 
     def at(self, layer: int) -> Iterable[Record]:
         """Yield one record per batch. Can be iterated once."""
-        if layer in self._kept:
-            return self._kept[layer]
+        if layer in self._records:
+            return self._records[layer]
         if layer - 1 == self._streams.layer and len(self._outputs) == len(self._streams.batches):
             self._streams.advance(layer, self._outputs)
         self._outputs = []
@@ -88,7 +88,7 @@ class Text:
             records = self._decided(records)
         records = self._watched(records)
         if self._keeps:
-            records = self._kept[layer] = tuple(records)
+            records = self._records[layer] = tuple(records)
         return records
 
     def _watched(self, records: Iterable[Record]) -> Iterator[Record]:

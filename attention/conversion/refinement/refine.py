@@ -55,7 +55,7 @@ class LayerFit:
     work: FitWork = FitWork()
 
     @property
-    def kept(self) -> bool:
+    def improves(self) -> bool:
         return self.after < self.before
 
 

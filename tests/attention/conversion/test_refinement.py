@@ -87,7 +87,7 @@ def test_nothing_is_kept_that_does_not_help(name: str, tiny_model: Tiny, tokens:
     with torch.no_grad():
         assert (original(tokens).logits - converted(tokens).logits).abs().max() < 1e-3
     if name == "fit_heal":
-        assert not any(fit.kept for fit in report if fit.step == "fit")
+        assert not any(fit.improves for fit in report if fit.step == "fit")
         assert all(torch.equal(converted.state_dict()[key], t) for key, t in before.items() if "q_proj" in key)
 
 
@@ -135,8 +135,8 @@ def test_layers_that_keep_all_heads_are_not_fitted(tiny_model: Tiny, tokens: Ten
     plan = AttentionPlan((PLAN, LayerPlan.identity(4)), 8)
     converted = convert(model, plan, fusion="least_squares", calibration=calibrate(model, tokens))
     fused, whole = (fit for fit in refine("fit_heal", model, converted, tokens, QUICK) if fit.step == "fit")
-    assert fused.kept and fused.work.optimizer_steps == 100
-    assert not whole.kept and whole.work.optimizer_steps == 0
+    assert fused.improves and fused.work.optimizer_steps == 100
+    assert not whole.improves and whole.work.optimizer_steps == 0
 
 
 def test_many_layers_share_the_steps_of_few() -> None:
@@ -221,7 +221,7 @@ def test_the_first_rate_of_wide_heads_follows_their_error(
 def test_steps_that_are_too_large_are_made_smaller(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "llama")
     report = refine("fit_heal", original, converted, tokens, {**QUICK, "fit_rate": 4.0})
-    assert all(fit.kept for fit in report if fit.step == "fit")
+    assert all(fit.improves for fit in report if fit.step == "fit")
 
 
 def test_fused_values_alone_are_fitted_in_small_steps_from_the_first_try(tiny_model: Tiny, tokens: Tensor) -> None:
@@ -230,7 +230,7 @@ def test_fused_values_alone_are_fitted_in_small_steps_from_the_first_try(tiny_mo
     original, converted = pair(tiny_model, tokens, "llama", plan)
     report = refine("fit_heal", original, converted, tokens, {**QUICK, "fit_rate": 100.0})
     fits = [fit for fit in report if fit.step == "fit"]
-    assert all(fit.kept and fit.after < fit.before for fit in fits)
+    assert all(fit.improves and fit.after < fit.before for fit in fits)
     assert [fit.work.optimizer_steps for fit in fits] == [QUICK["fit_steps"]] * 2
 
 
@@ -261,7 +261,7 @@ def test_a_refit_continues_with_what_the_healed_layer_does(family: str, tiny_mod
     fit, check = (
         SideBySide(Original(original).on(part), Streams(converted, modules, part, 8)) for part in split_held_out(tokens)
     )
-    assert heal_layer(fit, check, 0, 0, 1e-3, 1.0).kept
+    assert heal_layer(fit, check, 0, 0, 1e-3, 1.0).improves
     for both, part in ((fit, split_held_out(tokens)[0]), (check, split_held_out(tokens)[1])):
         assert both.converted.layer == 1
         afresh = recorded(Streams(converted, modules, part, 8), 1)

@@ -112,7 +112,7 @@ def test_the_objective_of_dear_values_has_estimates_and_the_same_prices(
     monkeypatch.setattr(least_squares, "DEAR", 0.0)
     dear = least_squares.least_squares(site)
     assert len(dear.estimates) == 2
-    plain.kept = dear.kept = StoredPrices(tmp_path / "prices.safetensors")
+    plain.stored_prices = dear.stored_prices = StoredPrices(tmp_path / "prices.safetensors")
     assert np.array_equal(plain.table(8, (2, 4)), dear.table(8, (2, 4)))
     assert dear.priced == 0  # all were stored
     groups = [(0, 1), (2, 5), (0, 1, 2, 3), (4, 5, 6, 7)]

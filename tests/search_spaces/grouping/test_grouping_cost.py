@@ -131,7 +131,7 @@ def test_costs_of_many_groups_are_those_one_by_one_and_the_memo_is_bounded() -> 
         requested.append(list(groups))
         return np.array([plain.cost(group) for group in groups])
 
-    cost = GroupCost(lambda members: many([members])[0], many, remembered=10)
+    cost = GroupCost(lambda members: many([members])[0], many, cache_size=10)
     rng = np.random.default_rng(0)
     partitions = [random_partition(8, 3, rng) for _ in range(40)]
     assert cost.scores(partitions) == [plain.score(partition) for partition in partitions]

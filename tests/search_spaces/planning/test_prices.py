@@ -62,12 +62,16 @@ def test_a_damaged_file_is_made_anew(make_context, tmp_path: Path) -> None:
 
 def test_prices_that_are_no_prices_are_not_used(tmp_path: Path) -> None:
     cost = GroupCost(lambda members: float(sum(members)))
-    cost.kept = StoredPrices(tmp_path / "prices.safetensors")
-    cost.kept.add({2: np.array([1.0, np.nan, 1.0]), 3: np.ones(7), 1: np.ones(3)})
+    cost.stored_prices = StoredPrices(tmp_path / "prices.safetensors")
+    cost.stored_prices.add({2: np.array([1.0, np.nan, 1.0]), 3: np.ones(7), 1: np.ones(3)})
     table = cost.table(3)
     assert table[[0b011, 0b101, 0b110, 0b111]].tolist() == [1, 2, 3, 3]
     assert table[[1, 2, 4]].tolist() == [1, 1, 1]  # what is sound is believed
-    assert {size: prices.tolist() for size, prices in cost.kept.read().items()} == {1: [1] * 3, 2: [1, 2, 3], 3: [3]}
+    assert {size: prices.tolist() for size, prices in cost.stored_prices.read().items()} == {
+        1: [1] * 3,
+        2: [1, 2, 3],
+        3: [3],
+    }
 
 
 def test_a_file_is_for_one_model_objective_and_site(make_context, tmp_path: Path) -> None:
