@@ -35,6 +35,21 @@ BYTES = {
 }
 
 
+def number_bytes(dtype: Any) -> int:
+    """Return the bytes of a number.
+
+    Args:
+        dtype: A torch dtype or its name.
+
+    Raises:
+        ValueError: For an unknown one.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in BYTES:
+        raise ValueError(f"dtype must be one of {sorted(BYTES)}, got {name!r}")
+    return BYTES[name]
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """The maps of all layers, the shared heads, and the composition. Invalid plans cannot be built.
@@ -188,15 +203,13 @@ class AttentionPlan:
         Args:
             dtype: A torch dtype or its name.
         """
-        name = str(dtype).removeprefix("torch.")
-        if name not in BYTES:
-            raise ValueError(f"dtype must be one of {sorted(BYTES)}, got {name!r}")
+        size = number_bytes(dtype)
         composed = (
             self.num_layers * self.composition.cached_values(self.num_heads)
             if self.composition
             else 0
         )
-        return (self.kv_heads * self.head_dim + composed + self.other_numbers) * BYTES[name]
+        return (self.kv_heads * self.head_dim + composed + self.other_numbers) * size
 
     @property
     def other_numbers(self) -> int:

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from attention.geometry import HeadGeometry
-from attention.plan import BYTES, AttentionPlan, cached_numbers
+from attention.plan import BYTES, AttentionPlan, cached_numbers, number_bytes
 
 ROUNDING = 2e-6  # of a ratio that was typed, or stored as a decimal
 
@@ -115,7 +115,7 @@ def amount(ratio: float, unit: str, geometry: HeadGeometry, dtype: Any) -> str:
         return f"{ratio * geometry.num_kv_heads:.4g}"
     if unit != "bytes":
         return percent(ratio)
-    return f"{bytes_of_ratio(ratio, geometry, BYTES[str(dtype).removeprefix('torch.')]):,}"
+    return f"{bytes_of_ratio(ratio, geometry, number_bytes(dtype)):,}"
 
 
 def ceiling_note(
@@ -141,7 +141,7 @@ def own_bytes(geometry: HeadGeometry, dtype: Any) -> int:
         geometry: That of the checkpoint.
         dtype: Of the cache, a torch dtype or its name.
     """
-    return bytes_of_ratio(1.0, geometry, BYTES[str(dtype).removeprefix("torch.")])
+    return bytes_of_ratio(1.0, geometry, number_bytes(dtype))
 
 
 def bytes_of_ratio(ratio: float, geometry: HeadGeometry, itemsize: int) -> int:
@@ -173,7 +173,7 @@ def ratio_of_bytes(size: float, geometry: HeadGeometry, dtype: Any) -> float:
 
     It is below 0 where the layers that are not converted take more.
     """
-    fixed = bytes_of_ratio(0.0, geometry, BYTES[str(dtype).removeprefix("torch.")])
+    fixed = bytes_of_ratio(0.0, geometry, number_bytes(dtype))
     return (size - fixed) / (own_bytes(geometry, dtype) - fixed)
 
 

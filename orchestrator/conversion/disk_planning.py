@@ -31,7 +31,7 @@ from attention.plan import AttentionPlan
 from orchestrator.conversion.layer_folder import CURVES, LayerFolder
 from orchestrator.conversion.layer_source import LayerSource
 from orchestrator.conversion.record import FitWorkRecord
-from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.storage.json_files import read_if_there, write_json
 from search_spaces.planning.by_layer import curves_of_layer, plan_from_curves, requested_counts
 from search_spaces.planning.context import PlanningContext
 from search_spaces.planning.curves import points_of
@@ -62,7 +62,7 @@ def plan_by_curves(
     recipe = source.request.recipe
     geometry = source.request.geometry
     file = folder.folder / CURVES
-    measured = cast("dict[str, LayerCurves]", read_json(file) if file.is_file() else {})
+    measured = cast("dict[str, LayerCurves]", read_if_there(file))
     requested = requested_counts(recipe, kv_ratio, geometry)
     missing = [layer for layer in range(geometry.num_layers) if str(layer) not in measured]
     if missing:

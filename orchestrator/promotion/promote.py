@@ -45,7 +45,7 @@ from orchestrator.search.trials.context import SearchControl, SearchSession
 from orchestrator.search.validation import rehearse_search, validate_search
 from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.journal import load_trials
-from orchestrator.storage.json_files import read_json
+from orchestrator.storage.json_files import read_if_there, read_json
 from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.manifest import SyncSide
 from orchestrator.storage.mirror import mirrored
@@ -200,7 +200,7 @@ def _stored_config(folder: SearchFolder, overrides: Iterable[str]) -> SearchConf
         section if isinstance(section := record.get(key), dict) else {}
         for key in ("model", "tracking")
     )
-    original = read_json(folder.original) if folder.original.exists() else {}
+    original = read_if_there(folder.original)
     if "model" in original:
         record["model"] = model | {"path": original["model"]}
     uri = os.environ.get("MLFLOW_TRACKING_URI")

@@ -13,7 +13,7 @@ from typing import Any
 from attention.ratios import percent
 from orchestrator.config.parsing import ConfigError
 from orchestrator.reporting.promoted_models import promoted_models
-from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.storage.json_files import read_if_there, write_json
 from orchestrator.storage.promotion_record import (
     EntryRecord,
     FinalistScores,
@@ -316,7 +316,7 @@ class PromotionState:
         Raises:
             ConfigError: If the file holds anything else.
         """
-        record: Mapping[str, Any] = read_json(path) if path.exists() else {}
+        record: Mapping[str, Any] = read_if_there(path)
         read = PromotionEntry.from_record
         try:
             return cls(

@@ -28,7 +28,7 @@ from orchestrator.reporting.evaluation_tables import tasks_table
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import budgets_figure
 from orchestrator.reporting.tables import Table
-from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.storage.json_files import read_if_there, read_json, write_json
 
 CARD = "README.md"
 FACTS = "card.json"
@@ -155,7 +155,7 @@ def card_of(
     folder: Path, facts: CardFacts, repository: str | None = None, name: str | None = None
 ) -> str:
     """Return the text of a card. Arguments as those of `write_card`."""
-    export = read_json(folder / EXPORT) if (folder / EXPORT).is_file() else {}
+    export = read_if_there(folder / EXPORT)
     engines = _engines(folder, export)
     base = facts.base or "its base"
     share = "a smaller" if facts.kv_ratio is None else f"{percent(facts.kv_ratio)} of its"

@@ -11,7 +11,7 @@ from attention.checkpoint import Checkpoint
 from attention.io.stock_form import exact_targets, export_command
 from attention.io.targets import targets, vllm
 from attention.modeling.model_classes import TYPE_PREFIX
-from orchestrator.storage.json_files import read_json
+from orchestrator.storage.json_files import read_if_there
 
 _GENERATE = """\
 prompt = tokenizer("Once upon a time", return_tensors="pt")
@@ -84,7 +84,7 @@ def loading_blocks(
         if repository:
             lines = f"llama-server --hf-repo {repository} --hf-file {gguf.name}{served}\n{lines}"
         return [CodeBlock("llama.cpp", "bash", lines)]
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = read_if_there(folder / "config.json")
     if str(config.get("model_type", "")).startswith(TYPE_PREFIX):
         blocks = [CodeBlock("Headfold", "python", _HEADFOLD.format(path=path, hint=hint))]
         opened = Checkpoint.open(folder)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypedDict
 
 from rich.console import Console, Group, RenderableType
@@ -30,7 +29,7 @@ from orchestrator.reporting.comparison import KV_COLUMN
 from orchestrator.reporting.tables import PER_GPU_COLUMN, Table, facts_table
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
-from orchestrator.storage.json_files import read_json
+from orchestrator.storage.json_files import read_if_there
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, front
 
@@ -98,10 +97,10 @@ class SearchStatus:
 def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStatus:
     """Return the state of a search. Reads a few small files, writes none."""
     trials = load_trials(folder.root)
-    state = _read(folder.state)
-    original_loss = _read(folder.original).get("loss")
-    estimate = _read(folder.estimate)
-    candidates = _read(folder.promotion).get("candidates", {})
+    state = read_if_there(folder.state)
+    original_loss = read_if_there(folder.original).get("loss")
+    estimate = read_if_there(folder.estimate)
+    candidates = read_if_there(folder.promotion).get("candidates", {})
     config = _config(folder)
     seconds = _seconds(state, now or datetime.now(UTC))
     search_state = _state(state, trials)
@@ -137,10 +136,6 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStat
         promotion=dict(Counter(candidate["status"] for candidate in candidates.values())),
         waits_for=(records.waits_for(folder.waiting) or None) if running else None,
     )
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    return read_json(file) if file.exists() else {}
 
 
 def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from attention.geometry import HeadGeometry
 from attention.io.targets import EngineSupport
-from attention.plan import BYTES
+from attention.plan import number_bytes
 from attention.ratios import bytes_of_ratio
 from attention.tensor_parallel import RankCache
 from search_spaces.planning.widths import with_width
@@ -50,7 +50,7 @@ def estimate_ranks(
     fewest = EngineSupport.of([1] * layers[0], layers[1], other_layers=g.other_layers)
     least = fewest.bytes_per_token(dtype)
     bound = original.rank_cache(ranks, dtype, original, g.num_heads)
-    whole = bytes_of_ratio(kv_ratio, g, BYTES[str(dtype).removeprefix("torch.")])
+    whole = bytes_of_ratio(kv_ratio, g, number_bytes(dtype))
     return replace(
         bound,
         kv_bytes_per_token_per_gpu=max(least, math.ceil(whole / ranks)),

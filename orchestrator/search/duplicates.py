@@ -19,7 +19,7 @@ from typing import Any
 from attention.io.checkpoint import DIGESTS
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers import ResumableSearcher
-from orchestrator.storage.json_files import read_json
+from orchestrator.storage.json_files import read_if_there
 from trainers.jobs.train_job import TrainJob
 
 # Fields of a job that say where it runs and writes, and what it counts
@@ -46,7 +46,7 @@ def work_digest(job: TrainJob, folder: Path) -> str:
         record["relaxation"]["settings"] = job.relaxation.settings.identity()
     for name in ("converted", "start"):
         file = folder / name / DIGESTS
-        digests = read_json(file) if file.is_file() else {}
+        digests = read_if_there(file)
         # The config next to the weights distinguishes plans that differ in more than weights
         record[name] = {
             k: v for k, v in digests.items() if k.endswith(".safetensors") or k == "config.json"

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from attention.cache_formats import CachePair
-from attention.plan import BYTES
+from attention.plan import number_bytes
 from orchestrator.serving.engine import (
     CHILDREN,
     Answer,
@@ -59,7 +59,7 @@ def find(python: str | None) -> str:
 def ask(python: str, question: Question) -> Answer:
     """Complete prompts without and with flash attention."""
     cache_dtype = _cache_dtype(question)
-    head_bytes = 2 * question.support.head_dim * BYTES[cache_dtype]
+    head_bytes = 2 * question.support.head_dim * number_bytes(cache_dtype)
     exact, _ = _run(python, question, max(256, question.longest), "float32", flash=False)
     cells = cells_for(question.support.bytes_per_token(cache_dtype), head_bytes)
     served, log = _run(python, question, max(cells, question.longest), cache_dtype, flash=True)
@@ -81,7 +81,7 @@ def time(python: str, question: SpeedQuestion) -> SpeedAnswer:
     pair = question.cache
     if pair is None:
         cache_dtype = _cache_dtype(question)
-        head_bytes = 2 * question.support.head_dim * BYTES[cache_dtype]
+        head_bytes = 2 * question.support.head_dim * number_bytes(cache_dtype)
         promised = question.support.bytes_per_token(cache_dtype)
     else:
         cache_dtype = pair.name

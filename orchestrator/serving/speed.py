@@ -22,7 +22,7 @@ from attention.checkpoint import Checkpoint
 from attention.io.export import REPORT_FILE, LargerCacheError
 from attention.io.targets import EngineSupport, TargetError, targets
 from attention.modeling.model_classes import plan_of_config
-from attention.plan import BYTES
+from attention.plan import number_bytes
 from orchestrator import checkpoints
 from orchestrator.config.options import ExportOptions
 from orchestrator.config.schema import ConfigError
@@ -206,7 +206,7 @@ def exported(
             "add --trust-remote-code, or give the checkpoint that it was exported from"
         )
     vocabulary, positions = _limits(folder)
-    pairs = 2 * sum(record["kv_heads"]) * BYTES[record["cache_dtype"]]
+    pairs = 2 * sum(record["kv_heads"]) * number_bytes(record["cache_dtype"])
     support = EngineSupport.of(record["kv_heads"], record["kv_bytes_per_token_after"] // pairs)
     return Exported(
         folder.absolute(),

@@ -28,6 +28,15 @@ def read_json(path: str | Path) -> Any:
     return record
 
 
+def read_if_there(path: Path) -> Any:
+    """Return the object in a JSON file; an empty one if the file is not there.
+
+    Raises:
+        ConfigError: As `read_json`.
+    """
+    return read_json(path) if path.is_file() else {}
+
+
 def write_json(path: str | Path, record: Any) -> None:
     """Write JSON so that a reader, or a kill in the middle, never sees half a file."""
     text = json.dumps(finite(record), indent=1, sort_keys=True, allow_nan=False)

@@ -20,7 +20,7 @@ from orchestrator import checkpoints
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import ConfigError
-from orchestrator.storage.json_files import read_json, write_json
+from orchestrator.storage.json_files import read_if_there, write_json
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import storage_path
 from orchestrator.training.run import TrainingReport
@@ -240,7 +240,7 @@ class TrainingRequest(ABC):
     @property
     def mark(self) -> Mapping[str, Any]:
         """Settings and facts of an earlier start, and whether it has `finished`."""
-        return read_json(self.mark_file) if self.mark_file.is_file() else {}
+        return read_if_there(self.mark_file)
 
     def note(self, **facts: Any) -> None:
         """Write the mark, adding these facts to those that it has."""

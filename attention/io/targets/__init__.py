@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from attention.base.messages import one_of
 from attention.cache_formats import CachePair
 from attention.geometry import HeadGeometry
-from attention.plan import BYTES, AttentionPlan, cached_numbers
+from attention.plan import AttentionPlan, cached_numbers, number_bytes
 from attention.tensor_parallel import RankCache, RankLayoutError, layers_per_rank
 
 
@@ -67,7 +67,7 @@ class EngineSupport:
         """Bytes of the cache a token. `dtype`: of the cache, a torch dtype or its name."""
         numbers = (sum(self.key_heads) + sum(self.value_heads)) * self.head_dim + self.others
         numbers += cached_numbers(self.other_layers)
-        return numbers * BYTES[str(dtype).removeprefix("torch.")]
+        return numbers * number_bytes(dtype)
 
     def bytes_in(self, pair: CachePair) -> int:
         """Return the bytes of a token's cache with keys and values in the formats `pair`.

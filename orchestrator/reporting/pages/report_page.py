@@ -37,7 +37,7 @@ from orchestrator.reporting.tables import facts_table
 from orchestrator.storage import records
 from orchestrator.storage.cache_points import read_cache_points
 from orchestrator.storage.journal import load_trials
-from orchestrator.storage.json_files import read_json
+from orchestrator.storage.json_files import read_if_there
 from orchestrator.storage.outputs import check_file, write_page
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import OriginalRecord, TrialRecord
@@ -82,7 +82,7 @@ def write_report(search: str | Path, out: str | Path | None = None) -> ReportRec
     if out is not None:
         check_file(out, "page", "out")
     trials = load_trials(folder.root)
-    original: Any = _read(folder.original)
+    original: Any = read_if_there(folder.original)
     rows = compare_arms(trials, original) if trials and original else []
     content = _build_page(folder, trials, original, rows)
     path = Path(out) if out is not None else folder.report
@@ -98,10 +98,6 @@ def write_report(search: str | Path, out: str | Path | None = None) -> ReportRec
     }
 
 
-def _read(file: Path) -> Mapping[str, Any]:
-    return read_json(file) if file.exists() else {}
-
-
 def _build_page(
     folder: SearchFolder,
     trials: Sequence[TrialRecord],
@@ -112,7 +108,7 @@ def _build_page(
     parts: list[PagePart] = []
     lead = "No trial has reported yet."
     if trials and original:
-        promotion = _read(folder.promotion)
+        promotion = read_if_there(folder.promotion)
         entries = promotion.get("candidates", {})
         candidates = records.without_probes(trials)
         models = promoted_models(promotion, read_cache_points(folder))
@@ -212,7 +208,7 @@ def _repetition(trial: TrialRecord, folder: SearchFolder) -> Repetition:
 def _provenance(folder: SearchFolder, original: OriginalRecord) -> list[PageSection]:
     state = folder.read_state()
     seconds = state.get("seconds")
-    versions = [f"{name} {version}" for name, version in _read(folder.versions).items()]
+    versions = [f"{name} {version}" for name, version in read_if_there(folder.versions).items()]
     digests = original.get("digests", {})
     facts = {
         "command": state.get("command"),
