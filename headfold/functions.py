@@ -279,7 +279,8 @@ def _source(model: ModelSource, tokenizer: Any) -> Generator[str | Path | Checkp
     name = _name_of(model)
     with TemporaryDirectory(prefix="headfold-") as folder:
         path = files.save(model, Path(folder) / Path(name).name, tokenizer)
-        write_source_note(path, name)
+        local = model.name_or_path and Path(name).is_dir()
+        write_source_note(path, Path(name).resolve() if local else name)
         yield path
 
 

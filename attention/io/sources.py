@@ -82,8 +82,7 @@ def write_source_note(
     folder: str | Path, source: str | Path, *, weights: bool = True, rounded: Sequence[str] = ()
 ) -> None:
     """Write what `source_note` returns into a folder."""
-    name = str(Path(source).resolve()) if Path(source).exists() else str(source)
-    record = {"source": name, "weights": weights, "rounded": list(rounded)}
+    record = {"source": str(source), "weights": weights, "rounded": list(rounded)}
     (Path(folder) / SOURCE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -162,25 +162,27 @@ class Pool:
             The number of the lease, and the seconds between its holder's heartbeats.
         """
         lease = Lease(next(self._lease_numbers), TrainJob.from_json(job), time.monotonic())
-        await self._release_others(lease)
-        lease.heartbeat_at = time.monotonic()
         self.leases[lease.number] = lease
-        self.waiting.append(lease)
-        self._match()
+        await self._release_others(lease)
+        if not lease.released:
+            self.waiting.append(lease)
+            self._match()
         return lease.number, self.lost_seconds / 10
 
     async def _release_others(self, lease: Lease) -> None:
-        """End the leases of a run whose holder has died, until its workers have stopped.
+        """End other leases of the same run, whose holders have died; wait for their workers.
 
         Both would write the same checkpoints.
         """
         for other in list(self.leases.values()):
-            if other.run != lease.run:
-                continue
-            group = other.group
-            await self.release(other.number)
-            while group is not None and group.lease is other and group.name in self.groups:
-                await asyncio.sleep(0.05)
+            if other is not lease and other.run == lease.run:
+                await self.release(other.number)
+        while not lease.released and any(
+            group.lease not in (None, lease) and group.lease.run == lease.run
+            for group in self.groups.values()
+        ):
+            lease.heartbeat_at = time.monotonic()  # its holder waits for this call
+            await asyncio.sleep(0.05)
 
     async def wait(self, number: int, seconds: float) -> LeaseEvent | None:
         """Return the next event of a lease; None if there is none for `seconds`."""

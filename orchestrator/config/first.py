@@ -252,7 +252,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         if self.smoke or self.small:
             shares = shares[:1]
         counts = [-(-count // share) for share in shares]
-        ratios = [-(-100 * heads // count) / 100 for heads in counts]  # rounded up
+        ratios = [round(heads / count, 3) for heads in counts]
         heads = " and ".join(map(str, counts))
         return f"kv_ratios: {ratios}    # {heads} of its {count} KV heads per layer"
 

@@ -76,7 +76,7 @@ from search_spaces.planning.planner import site_generators
 from search_spaces.planning.widths import with_width
 from trainers.evaluation import PredictionCosts, comparison
 
-_FORMAT = 3  # of the layer folder
+_FORMAT = 4  # of the layer folder
 
 
 def log_line(line: str) -> None:

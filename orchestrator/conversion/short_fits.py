@@ -40,7 +40,10 @@ _WIDE_RECIPE = "headfold_wide"
 
 
 class ShortFits:
-    """Loss increases of conversions with a short fit, on calibration text that it does not read."""
+    """Loss increases of conversions with a short fit, on calibration text that it does not read.
+
+    Statistics and plans are of all of it.
+    """
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store

@@ -31,7 +31,7 @@ from orchestrator import checkpoints
 from orchestrator.cluster.capacity import cluster_nodes, slots
 from orchestrator.cluster.placement import Demand, task_options, worker_options
 from orchestrator.cluster.ray_tasks import on_cluster
-from orchestrator.config.schema import SearchConfig
+from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibration import Workers, checkpoint_calibration, is_shared
 from orchestrator.conversion.execution import planning_context
@@ -96,6 +96,7 @@ def prepare_original(
     if (ranks := config.search.tensor_parallel) > 1:
         on_rank = EngineSupport.of_geometry(prepared.geometry).on_rank(ranks)
         record["kv_bytes_per_token_per_gpu"] = on_rank.bytes_per_token(prepared.setup.dtype)
+    record["divisions"] = prepared.texts.divisions
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes per token"
     words = f"original model: held-out loss {record['loss']:.3f} nats per token, {size}"
@@ -217,7 +218,19 @@ def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
 def trial_context(
     config: SearchConfig, prepared: Prepared, folder: SearchFolder, original: OriginalRecord
 ) -> TrialContext:
-    """Return what all trials share."""
+    """Return what all trials share.
+
+    Raises:
+        ConfigError: For a search that was begun with texts that were divided otherwise.
+    """
+    begun = original.get("divisions", {})
+    for split, division in prepared.texts.divisions.items():
+        if division != begun.get(split, "twentieth"):
+            raise ConfigError(
+                f"data.{split}: this search was begun by a version of Headfold that held out "
+                "another part of small files, so that its losses are of another text; start a new "
+                "search"
+            )
     return TrialContext(
         folder=str(folder.root),
         model=original["model"],

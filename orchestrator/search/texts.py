@@ -77,6 +77,13 @@ class SearchTexts:
         """The folder of each split's token set, which may not exist yet."""
         return {split: cut.folder(self.tokenizer, self.cache) for split, cut in self.cuts.items()}
 
+    @property
+    def divisions(self) -> dict[str, str]:
+        """How the source of each split is divided into held-out text and the rest."""
+        return {
+            name: cut.division for name in SPLITS if isinstance(cut := self.cuts[name], TextCut)
+        }
+
     def complete(self) -> list[str]:
         """Return the splits whose token set is complete."""
         return [split for split, folder in self.folders.items() if is_complete(folder)]
@@ -120,6 +127,7 @@ class SearchTexts:
 def _cut(config: SearchConfig, source: str, split: Split, tokens: int) -> TextCut:
     """Return a split of a source, divided as the verbs divide it that measure a searched model."""
     data = config.data
+    corpus = resolve(source)
     return TextCut(
         source,
         split,
@@ -127,7 +135,7 @@ def _cut(config: SearchConfig, source: str, split: Split, tokens: int) -> TextCu
         data.sequence_length,
         config.search.seed,
         data.text_field,
-        "by_size" if resolve(source).divisible else "twentieth",
+        "by_size" if corpus.divisible and corpus.is_small else "twentieth",
     )
 
 

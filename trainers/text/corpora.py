@@ -176,6 +176,11 @@ class Corpus:
         return self.kind in ("files", "hub") and not self.wholly_held_out
 
     @property
+    def is_small(self) -> bool:
+        """Whether files are so small that `by_size` may hold out more than the md5 rule."""
+        return bool(self.files) and not self.wholly_held_out and self.size <= SMALL_BYTES
+
+    @property
     def text_of(self) -> tuple[Any, ...]:
         """The same for two names of the same text."""
         return self.kind, self.files or self.name, self.subset, self.split or "train"
@@ -284,7 +289,7 @@ class Corpus:
         Raises:
             DataError: For text that has less than two different documents.
         """
-        if self.wholly_held_out or not self.files or self.size > SMALL_BYTES:
+        if not self.is_small:
             return frozenset()
         lengths: dict[str, int] = {}
         documents = 0

@@ -30,7 +30,9 @@ from attention.io.sources import CheckpointError, is_folder, only_cached, write_
 from attention.io.stock_files import copy_files
 from attention.io.weights import METHODS
 
-_FORMAT = 2  # of a copy: another one is made anew
+# Of a copy: another one is made anew
+_GGUF_FORMAT = 2
+_SAFETENSORS_FORMAT = 1
 _GIGA = 2.0**30
 HEADERS = ["*.json", "*.jinja", "*.model*", "*.txt", "*.tiktoken"]
 WEIGHTS = "*.safetensors"
@@ -90,7 +92,7 @@ def _only_gguf(folder: Path) -> Path:
 
 def _of_gguf(path: Path, cache: Path, weights: bool, report: Callable[[str], None]) -> Path:
     file = GGUFFile(path)
-    folder = _place(cache, path.stem, [path], weights)
+    folder = _place(cache, path.stem, [path], weights, _GGUF_FORMAT)
     rounded = [kind for kind in file.kinds if kind not in FLOATS]
     name = str(file.dtype).removeprefix("torch.")
 
@@ -100,7 +102,7 @@ def _of_gguf(path: Path, cache: Path, weights: bool, report: Callable[[str], Non
             write_shards(file.tensors(config, file.dtype), fresh, SHARD)
         else:
             file.check(config)
-        write_source_note(fresh, path, weights=weights, rounded=rounded)
+        write_source_note(fresh, path.resolve(), weights=weights, rounded=rounded)
 
     about = (
         f"the rounding of {', '.join(rounded)} is in its weights"
@@ -131,7 +133,7 @@ def _of_safetensors(
         str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), torch.bfloat16
     )
     files = [origin / "config.json", *sorted(origin.glob(WEIGHTS))]
-    folder = _place(cache, _name_of(source, origin), files, weights)
+    folder = _place(cache, _name_of(source, origin), files, weights, _SAFETENSORS_FORMAT)
     plain = (
         PlainTensors.of(origin, fields["quantization_config"])
         if weights or any(origin.glob(WEIGHTS))
@@ -151,7 +153,8 @@ def _of_safetensors(
         copy_files(origin, fresh)
         if weights and plain is not None:
             write_shards(plain.tensors(dtype), fresh, SHARD)
-        write_source_note(fresh, source, weights=weights, rounded=[str(method)])
+        name = Path(source).resolve() if Path(source).exists() else source
+        write_source_note(fresh, name, weights=weights, rounded=[str(method)])
 
     about = f"{str(dtype).removeprefix('torch.')}; the rounding of {method} is in its weights"
     if plain is not None and plain.unused:
@@ -198,9 +201,9 @@ def _name_of(source: str | Path, origin: Path) -> str:
     return origin.resolve().name if Path(source).is_dir() else str(source).rpartition("/")[2]
 
 
-def _place(cache: Path, name: str, files: list[Path], weights: bool) -> Path:
+def _place(cache: Path, name: str, files: list[Path], weights: bool, format: int) -> Path:
     stamps = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    key = hashlib.sha256(json.dumps([_FORMAT, weights, stamps]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([format, weights, stamps]).encode()).hexdigest()[:16]
     return cache / "models" / key / name
 
 

@@ -155,7 +155,7 @@ def first(
 
 @pytest.mark.parametrize(
     ("kv_heads", "ratios", "counts"),
-    [(12, [0.5, 0.25], []), (6, [0.5, 0.34], []), (3, [0.67], []), (4, [0.5, 0.25], [])],
+    [(12, [0.5, 0.25], []), (6, [0.5, 0.333], []), (3, [0.667], []), (4, [0.5, 0.25], [])],
 )
 def test_budgets_are_possible_for_its_heads(
     kv_heads: int, ratios: list[float], counts: list[int], demo_geometry: HeadGeometry

@@ -119,7 +119,7 @@ def test_a_conversion_by_auto_is_that_of_the_recipe_that_it_takes(demo_dir: Path
     ("rows", "length", "fitted", "judged"),
     [(32, 512, 8, 8), (12, 512, 6, 6), (4, 4096, 2, 2), (3, 4096, 2, 1), (64, 96, 32, 32)],
 )
-def test_fits_are_judged_by_text_that_they_have_not_seen(rows: int, length: int, fitted: int, judged: int) -> None:
+def test_fits_are_judged_by_other_sequences(rows: int, length: int, fitted: int, judged: int) -> None:
     sequences = torch.arange(rows)[:, None].expand(rows, length)
     fit, check = short_fits.fit_and_check(sequences)
     assert (len(fit), len(check)) == (fitted, judged)

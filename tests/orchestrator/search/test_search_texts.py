@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 
 from attention.checkpoint import Checkpoint
-from orchestrator.config.schema import read_search_config
+from orchestrator.config.schema import ConfigError, read_search_config
+from orchestrator.search.prepare import trial_context
 from orchestrator.search.texts import SearchTexts
+from trainers.text import corpora
 from trainers.text.data import TextCut, Texts
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -32,3 +38,24 @@ def test_a_small_file_is_divided_as_the_verbs_divide_it(tmp_path: Path) -> None:
     assert len(measured) > 20, "a quarter of a small file"
     assert parts("eval") == measured
     assert parts("train") == parts("calibration") == set(documents) - measured
+    assert texts.divisions == dict.fromkeys(("train", "eval", "calibration"), "by_size")
+
+
+def test_large_files_and_what_comes_along_keep_their_token_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": f"document {n} of a few words"}) + "\n" for n in range(100)))
+    monkeypatch.setattr(corpora, "SMALL_BYTES", 1000)
+    for name in (str(source), "stdlib", "builtin"):
+        config = read_search_config(REPOSITORY / "configs" / "demo.yaml", [f"model.path={DEMO}", f"data.source={name}"])
+        texts = SearchTexts.check(config, Checkpoint.open(DEMO), tmp_path / "cache")
+        assert set(texts.divisions.values()) == {"twentieth"}
+
+
+def test_a_search_that_was_begun_with_another_division_is_refused() -> None:
+    texts: Any = SimpleNamespace(divisions={"train": "by_size", "eval": "by_size", "calibration": "twentieth"})
+    prepared: Any = SimpleNamespace(texts=texts)
+    missing, original = cast(Any, None), cast(Any, {"loss": 2.0})
+    with pytest.raises(ConfigError, match=r"data\.train: this search was begun by a version"):
+        trial_context(missing, prepared, missing, original)

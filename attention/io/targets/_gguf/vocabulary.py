@@ -25,7 +25,8 @@ _PATTERNS = {
     "qwen2": CONTRACTIONS + WORDS + r"\p{N}" + REST,
 }
 """Splitting rules that llama.cpp has, by its names for them."""
-_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion")
+_SAME = {"stablelm2": "qwen2"}
+_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "a.x-4.0", "gigachat")
 """Its names for the rule of GPT-2; the first is written."""
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """Its names for the same rule after each digit was split off; the first is written."""
@@ -162,6 +163,7 @@ def pre_tokenizer(name: str) -> Any:
     if name in _DIGITS:
         first = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    name = _SAME.get(name, name)
     if name in _PATTERNS:
         first = pre_tokenizers.Split(Regex(_PATTERNS[name]), behavior="isolated")
         last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
