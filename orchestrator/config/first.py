@@ -194,7 +194,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         steps = (
             f"steps: {self.steps[1]}    # after the last rung; the baseline is trained for as many"
         )
-        return f"  {steps}\n{self.saved_weights()}  registered_name: {self.name}\n"
+        return f"  {steps}\n{self.saved_weights()}  registered_name: {self.quoted(self.name)}\n"
 
     def saved_weights(self) -> str:
         """Return the keys of the section `promotion` that say whose weights are saved."""

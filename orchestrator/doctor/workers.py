@@ -159,7 +159,10 @@ def training_step(shape: Shape, settings: TrainSettings, folder: str, seconds: f
 
 
 def settings_of_step(settings: TrainSettings, shape: Shape) -> TrainSettings:
-    """Return the settings of the step: ZeRO 3, one sequence a worker, no teacher, all weights."""
+    """Return the settings of the step: ZeRO 3, one sequence a worker, no teacher, all weights.
+
+    Nothing that needs a tokenizer, or that ZeRO 3 does not have.
+    """
     changes = {
         "zero_stage": 3,
         "batch_size": shape.workers,
@@ -170,6 +173,9 @@ def settings_of_step(settings: TrainSettings, shape: Shape) -> TrainSettings:
         "gpus_per_worker": shape.gpus,
         "distillation": "none",
         "tuning": "full",
+        "compile": False,
+        "document_mask": False,
+        "assistant_only_loss": False,
         "device": "cpu" if shape.device == "cpu" else "auto",
     }
     return TrainSettings(**(settings.model_dump() | changes))

@@ -32,6 +32,13 @@ class Generation(TypedDict):
     """By model."""
 
 
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except (OSError, ValueError):  # a prompt, which is too long for a name
+        return False
+
+
 def read_prompts(source: str | None) -> tuple[str, ...]:
     """Return prompts.
 
@@ -46,7 +53,7 @@ def read_prompts(source: str | None) -> tuple[str, ...]:
     if source is None:
         return ()
     file = Path(source)
-    if len(source) > 255 or "\n" in source or not file.is_file():
+    if "\n" in source or not _is_file(file):
         if file.suffix in (".txt", ".jsonl") and " " not in source:
             raise ConfigError(
                 f"prompts: no file at {source!r}; give a file with one prompt per line, or "

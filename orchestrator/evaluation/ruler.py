@@ -245,8 +245,11 @@ def samples(
         return task.sample(random.Random(f"{seed} {name} {length} {index}"), size, length)
 
     def fits(index: int, size: int) -> bool:
-        tokens = len(tokenizer.encode(sample(index, size)["prompt"]))
-        return tokens + task.generated <= length
+        try:
+            prompt = sample(index, size)["prompt"]
+        except ValueError:  # there are no more different words for so long a text
+            return False
+        return len(tokenizer.encode(prompt)) + task.generated <= length
 
     if not fits(0, task.least):
         needed = len(tokenizer.encode(sample(0, task.least)["prompt"])) + task.generated
@@ -265,6 +268,13 @@ def samples(
             size = middle
         else:
             too_many = middle
+    try:
+        sample(0, size + 1)
+    except ValueError as error:
+        raise ConfigError(
+            f"tasks: {name} has not enough text for contexts of {length} tokens ({error}); choose "
+            "shorter context lengths or leave the task out"
+        ) from None
     documents = []
     for index in range(count):
         used = size
@@ -350,6 +360,8 @@ def _distinct(rng: random.Random, count: int, draw: Callable[[random.Random], st
         if len(found) == count:
             break
         found[draw(rng)] = None
+    if len(found) < count:
+        raise ValueError(f"there are no {count} different ones, found {len(found)}")
     return list(found)
 
 

@@ -113,9 +113,7 @@ def _tokens(steps: int, config: SearchConfig) -> int:
 
 def _training_text(config: SearchConfig) -> tuple[str, list[str]]:
     """Return the name of the training text, without local paths, and its names on the hub."""
-    sources = {config.data.section("train")[0]}
-    if config.promotion.data and config.promotion.data.source:
-        sources.add(config.promotion.data.source)
+    sources = {config.data.section("train")[0], config.promotion_source}
     names: list[str] = []
     hub_names: list[str] = []
     for source in sorted(sources):

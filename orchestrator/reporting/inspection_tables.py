@@ -195,7 +195,8 @@ def print_inspection(record: Mapping[str, Any]) -> None:
     out.print(Table(columns, rows).for_terminal(), "\n")
     out.print(
         f"Each recipe before any training, on {eval_text_of(record)} (± standard error; * lowest "
-        "at its KV ratio):"
+        "at its KV ratio):",
+        markup=False,
     )
     out.print(recipe_table(record).for_terminal(star=True))
     for entry in record["recipes"]:

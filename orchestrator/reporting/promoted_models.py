@@ -160,13 +160,13 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
     export = _export_of(served)
     services: list[EngineService] = []
     for engine, name in _TARGETS.items():
-        folder = model
-        ready = engine in stock_engines and engine != "llama.cpp"  # which reads its own files only
-        if export is not None and export[0] == engine:
-            folder = export[1]
-            ready = True
+        exported = export is not None and export[0] == engine
+        folder = export[1] if export is not None and exported else model
+        # llama.cpp reads its own files only
+        stock = not exported and engine in stock_engines and engine != "llama.cpp"
+        ready = exported or stock
         try:
-            chosen = target("gqa" if ready and engine == _TRANSFORMERS else name)
+            chosen = target("gqa" if stock and engine == _TRANSFORMERS else name)
             support = chosen.support_for(opened.config, opened.plan)
             check_cache(opened.plan, support, name, dtype)
         except (TargetError, LargerCacheError) as error:

@@ -60,6 +60,14 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
             options.kv_heads,
             options.kv_bytes,
             options.tensor_parallel,
+            options.overrides,
+            options.polish,
+            options.strict,
+            options.calibration_tokens,
+            options.eval_tokens,
+            options.sequence_length,
+            options.dequantize,
+            options.dtype != "auto",
         )
         if any(of_conversion) or options.recipe != "auto":
             listed = f" ({config}); {BY_COMMA}" if NUMBERS.fullmatch(str(config)) else ""

@@ -86,9 +86,16 @@ def _draw_similarity(axes: Any, row: int, raw: float, aligned: float) -> None:
     axes.plot(aligned, row, color=colour, marker="o", ms=5.5, zorder=3)
 
 
+_MOST_TRIALS = 100
+_MOST_LINES = 600
+"""Trials of an arm, and lines of layers in all, so that a page stays small."""
+
+
 @matplotlib.rc_context({**STYLE, "font.size": 9})
 def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     """Draw each arm's relaxation over its steps: a row per arm, a panel per quantity.
+
+    Of many trials the best of each arm, and of each some of its layers.
 
     Returns:
         None if no trial was relaxed.
@@ -99,6 +106,12 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             arms.setdefault(family(trial.recipe), []).append(trial)
     if not arms:
         return None
+    # Those trained longest, and of them the best
+    arms = {
+        arm: sorted(group, key=lambda t: (-t.step, t.loss))[:_MOST_TRIALS]
+        for arm, group in arms.items()
+    }
+    layers = max(1, _MOST_LINES // sum(map(len, arms.values())))
     names = {
         arm: [name for name in _PANELS if any(name in p for t in group for p in t.relaxation)]
         for arm, group in arms.items()
@@ -110,7 +123,7 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     for (arm, measured), row in zip(names.items(), grid, strict=True):
         for axes, name in zip(row, measured, strict=False):
             for trial in arms[arm]:
-                _draw_relaxation(axes, trial, name, colours[trial.kv_ratio])
+                _draw_relaxation(axes, trial, name, colours[trial.kv_ratio], layers)
             title = f"{arm if name == measured[0] else ''}\n{_PANELS[name]}"
             axes.set_title(title, loc="left", fontsize=9)
             axes.tick_params(labelsize=8)
@@ -127,13 +140,16 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
     return figure
 
 
-def _draw_relaxation(axes: Any, trial: TrialRecord, name: str, colour: str) -> None:
+def _draw_relaxation(
+    axes: Any, trial: TrialRecord, name: str, colour: str, most_layers: int
+) -> None:
     points = [point for point in trial.relaxation if point.get(name) is not None]
     steps = [point["step"] for point in points]
     axes.plot(steps, [point[name] for point in points], color=colour, lw=1.1, alpha=0.8)
     if name == "mean_mask":
-        metrics = sorted({metric for point in points for metric in point})
-        for layer in (metric for metric in metrics if metric.startswith("mean_mask_layer_")):
+        metrics = {metric for point in points for metric in point}
+        masks = sorted(metric for metric in metrics if metric.startswith("mean_mask_layer_"))
+        for layer in masks[:: max(1, -(-len(masks) // most_layers))]:
             means = [point.get(layer) for point in points]
             axes.plot(steps, means, color=colour, lw=0.5, alpha=0.4)
         targets = [point.get("target") for point in points]

@@ -121,16 +121,23 @@ def _draw_trials(
         if not arm:
             continue
         colour = style["color"]
-        drawn = axes.scatter(
-            *zip(*(points[t.trial_id] for t in arm), strict=True),
-            facecolors=[PAPER if t.step < last_step else colour for t in arm],
-            edgecolors=colour,
-            marker=style["marker"],
-            s=48,
-            linewidths=1.4,
-            zorder=3,
-        )
-        label_points(drawn, (_words(t.name, t.served_bytes, t.loss, original) for t in arm))
+        for fill, early in ((PAPER, True), (colour, False)):
+            group = [t for t in arm if (t.step < last_step) is early]
+            if not group:
+                continue
+            # A line's markers, which SVG names one by one
+            (drawn,) = axes.plot(
+                [points[t.trial_id][0] for t in group],
+                [points[t.trial_id][1] for t in group],
+                ls="",
+                marker=style["marker"],
+                ms=7,
+                mfc=fill,
+                mec=colour,
+                mew=1.4,
+                zorder=3,
+            )
+            label_points(drawn, (_words(t.name, t.served_bytes, t.loss, original) for t in group))
         handles[name] = Line2D([], [], ls="", ms=6.5, **style)
     if any(t.step < last_step for t in trials):
         hollow = Line2D([], [], ls="", marker="o", mfc=PAPER, color=INK)
@@ -164,8 +171,8 @@ def _draw_promoted(
         size = model["size"]
         increase = model["loss"] - original["loss"]
         point = (size, axis.at(increase))
-        ring = axes.scatter(
-            *point, s=170, facecolors="none", edgecolors=INK, linewidths=1.6, zorder=4
+        (ring,) = axes.plot(
+            *point, ls="", marker="o", ms=13, mfc="none", mec=INK, mew=1.6, zorder=4
         )
         name = model.get("name") or model["recipe"]
         label_points(ring, [f"promoted: {_words(name, size, model['loss'], original)}"])
@@ -266,7 +273,7 @@ def curve_figure(curve: Mapping[str, Any]) -> Figure:
     axes.plot(sizes, losses, color=COLOURS[0], marker="o", lw=1.4, label=name)
     for point in points:
         axes.annotate(
-            f"{point['kv_ratio']:.0%}\n{point['loss_increase']:+z.3f}",
+            f"{percent(point['kv_ratio'])}\n{point['loss_increase']:+z.3f}",
             (point["kv_bytes_per_token"], point["loss"]),
             xytext=(0, 7),
             textcoords="offset points",

@@ -12,8 +12,8 @@
     const text = cell.textContent.trim().replaceAll(",", "");
     const clock = text.match(/^(?:(\d+):)?(\d+):(\d\d)$/);
     if (clock) return 3600 * (clock[1] || 0) + 60 * clock[2] + +clock[3];
-    const number = text.match(/^[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?/i);
-    return number ? +number[0] : text;
+    const number = text.match(/^([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)([kMG](?![A-Za-z]))?/);
+    return number ? +number[1] * ({ k: 1e3, M: 1e6, G: 1e9 }[number[2]] ?? 1) : text;
   };
   const compare = (a, b) => {
     if (typeof a === typeof b) return typeof a === "number" ? a - b : a.localeCompare(b);
@@ -31,7 +31,8 @@
         for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", descending ? "descending" : "ascending");
         const rows = [...body.rows].map((row) => [key(row.cells[column]), row]);
-        rows.sort((a, b) => compare(a[0], b[0]) * (descending ? -1 : 1));
+        const turn = descending ? -1 : 1;
+        rows.sort((a, b) => compare(a[0], b[0]) * (typeof a[0] === typeof b[0] ? turn : 1));
         body.append(...rows.map(([, row]) => row));
       });
     });

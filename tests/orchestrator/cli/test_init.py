@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,13 @@ def test_what_shares_weights_is_compared_at_the_whole_cache_and_is_not_refined(d
     assert [(arm.name, arm.kv_ratios) for arm in config.search.recipes if arm.kv_ratios] == [
         (name, [1.0]) for name in names
     ]
+
+
+def test_a_checkpoint_may_be_called_by_its_step(place: Path, demo_dir: Path, capfd: Any) -> None:
+    shutil.copytree(demo_dir, place / "1000")
+    assert run_here("init", "1000", "--out", "-") == 0
+    config = parse_config(read_yaml(capfd.readouterr().out))
+    assert (config.name, config.promotion.registered_name) == ("1000", "1000")
 
 
 def test_the_first_line_names_a_schema_that_is_there(place: Path, demo_dir: Path, capfd: Any) -> None:

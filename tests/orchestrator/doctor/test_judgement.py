@@ -10,6 +10,8 @@ from orchestrator.doctor import judgement
 from orchestrator.doctor.calls import ClusterNode, NoAnswerError
 from orchestrator.doctor.findings import Finding
 from orchestrator.doctor.judgement import ConfigFacts
+from orchestrator.doctor.workers import settings_of_step
+from trainers.settings import TrainSettings
 
 GB = 10**9
 H100 = {"name": "NVIDIA H100", "driver": "580.1", "memory_mib": 81_559.0, "used_mib": 4.0}
@@ -144,3 +146,15 @@ def test_a_node_that_does_not_answer_is_a_red_line() -> None:
     result = judgement.silent("nodes", {"a": facts(), "b": NoAnswerError("no answer within 3 s"), "c": OSError("gone")})
     assert [one.result for one in result] == ["b: no answer within 3 s", "c: OSError: gone"]
     assert all(one.status == "failed" and one.remedy for one in result)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"compile": True, "zero_stage": 1}, {"document_mask": True}, {"assistant_only_loss": True}, {"tuning": "lora"}],
+)
+def test_the_step_of_a_check_suits_every_training(given: dict[str, Any]) -> None:
+    """ZeRO 3 without what it does not have, on a model without a tokenizer."""
+    settings = TrainSettings(**given)
+    step = settings_of_step(settings, settings.shape._replace(workers=2))
+    assert (step.zero_stage, step.batch_size, step.tuning) == (3, 2, "full")
+    assert not (step.compile or step.document_mask or step.assistant_only_loss)

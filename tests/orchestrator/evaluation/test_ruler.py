@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
 from orchestrator.config.schema import ConfigError
+from orchestrator.evaluation import ruler
 from orchestrator.evaluation.ruler import RULER_TASKS, ruler_configs, samples, string_match
 from orchestrator.evaluation.tasks import HarnessTasks
 
@@ -111,6 +113,14 @@ def test_an_oracle_scores_1_and_another_documents_answer_0(name: str, demo_token
         if name != "ruler_cwe":  # whose words come from one list
             assert config["process_results"](document, [" ".join(other["answers"])]) == {"string_match": 0.0}
         assert config["process_results"](document, ["I do not know."]) == {"string_match": 0.0}
+
+
+@pytest.mark.parametrize("name", ["ruler_niah_multikey_2", "ruler_cwe"])
+def test_a_task_whose_words_do_not_suffice_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ruler, "_COMPOUNDS", ruler._COMPOUNDS[:600])
+    words: Any = SimpleNamespace(encode=str.split)
+    with pytest.raises(ConfigError, match=rf"{name} has not enough text for contexts of 1000000 tokens"):
+        samples(name, words, 1_000_000, count=1)
 
 
 def test_what_does_not_fit_or_is_unknown_is_refused_with_what_to_do(demo_tokenizer: Any) -> None:

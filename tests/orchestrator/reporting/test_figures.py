@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,32 @@ def test_arms_with_different_relaxations_stand_below_each_other() -> None:
     assert sum(axes.get_visible() for axes in figure.axes) == 6
 
 
+def test_a_figure_of_many_relaxations_stays_small() -> None:
+    """A page has a limit, and a search of hundreds of trials ends with one."""
+    points = [{"step": s, "mean_mask": 1.0, "target": 1.0} for s in range(80)]
+    history = [point | {f"mean_mask_layer_{n}": 0.5 for n in range(32)} for point in points]
+    trials = [trial("align", n, {0: 5.0, 40: 3.0 + n}, relaxation=history) for n in range(300)]
+    figure = measured.relaxation_figure(trials)
+    assert figure is not None
+    assert sum(len(axes.lines) for axes in figure.axes) < 1000
+    assert len(drawing.svg(figure, "relaxations")) < 2_000_000
+
+
+@pytest.mark.parametrize("recipe", ["gqa", "dha", "headfold", "align", "asymgqa"])
+def test_each_point_of_the_front_has_its_values(recipe: str) -> None:
+    """Whatever its marker, hollow or not, alone or one of several."""
+    trials = [
+        trial(recipe, n, {0: 7.0, 40: 2.5 + n} if n else {0: 7.0}, ratio) for n, ratio in enumerate((0.5, 0.25, 0.125))
+    ]
+    promoted = [
+        {"loss": 2.1 + n / 10, "kv_bytes_per_token": 2048 + n, "recipe": recipe, "name": f"best {n}"} for n in (0, 1)
+    ]
+    text = drawing.svg(search.front_figure(trials, BASE, promoted), "front")
+    values = re.findall(r'data-value="([^"]*)"', text)
+    assert sum(value.startswith("promoted: ") for value in values) == 2
+    assert sum(value.startswith(trials[0].name.split(" ")[0]) for value in values) >= 3
+
+
 def test_no_picture_of_what_was_not_measured() -> None:
     assert measured.relaxation_figure([trial("gqa", 0, {0: 7.0})]) is None
     assert measured.similarity_figure([trial("gqa", 0, {0: 7.0}), trial("x", 0, {}, similarity={"means": {}})]) is None
@@ -197,7 +224,9 @@ def test_what_is_no_increase_has_a_separate_place_and_its_number() -> None:
     figure = search.front_figure(trials, BASE, promoted)
     axes = figure.axes[0]
     assert axes.get_yscale() == "log"
-    drawn = {tuple(map(float, place)) for marks in axes.collections for place in marks.get_offsets()}
+    marks = [marks.get_offsets() for marks in axes.collections]
+    marks += [line.get_xydata() for line in axes.lines if line.get_linestyle() == "None"]
+    drawn = {tuple(map(float, place)) for places in marks for place in places}
     band = max(float(point[1]) for point in axes.patches[0].get_corners())
     at = {x: y for x, y in drawn if y < band}
     assert set(at) == {4096.0, 8192.0}  # the trial that is below the original model, and the original model

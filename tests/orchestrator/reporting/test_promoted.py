@@ -91,6 +91,16 @@ def test_what_was_exported_for_the_engine_of_the_search_is_not_exported_again(sa
     assert ways["llama.cpp"]["commands"][0].startswith("headfold export")
 
 
+def test_what_was_exported_for_transformers_is_loaded_by_it(saved: Saved) -> None:
+    """A plan that no stock model has, with its code in the folder."""
+    model = saved("apart")
+    served = model.parent / "served"
+    export_checkpoint(model, "transformers", served)
+    ways = {way["engine"]: way for way in engine_services(model, served)}
+    assert "why_not" not in ways["transformers"]
+    assert not any(command.startswith("headfold export") for command in ways["transformers"]["commands"])
+
+
 @pytest.mark.heavy
 def test_the_smallest_cache_comes_first_on_screen_page_and_in_json(
     tmp_path: Path, demo_dir: Path, capsys: pytest.CaptureFixture[str]
