@@ -43,8 +43,10 @@ def read(module: Any, geometry: HeadGeometry) -> LayerHeads:
 
 def reshape(module: Any, geometry: HeadGeometry, plan: LayerPlan) -> None:
     _separate.reshape(module, geometry, plan)
-    # By which the stock forward views keys and values alike: as many as there are.
+    # By which the stock forward views them: as many as there are, of keys and of values, and of
+    # queries that are as wide as several.
     module.num_key_value_heads = -1
+    module.num_heads = -1
     key_norm(module, geometry, plan)
 
 

@@ -202,6 +202,8 @@ class UnevenStaticLayer(StaticLayer):
         if heads != key_states.shape[1]:
             shape = (batch, heads, self.max_cache_len, width)
             self.values = torch.zeros(shape, dtype=value_states.dtype, device=value_states.device)
+            if not torch.compiler.is_compiling():  # as the stock layer: CUDA graphs need it
+                torch._dynamo.mark_static_address(self.values)
 
 
 class UnevenSlidingLayer(UnevenStaticLayer, StaticSlidingWindowLayer):

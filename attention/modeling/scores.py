@@ -35,11 +35,13 @@ def softmax_beside(scores: Tensor, sink: Tensor | None) -> Tensor:
 def hidden(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Scores `[B, H, T, S]` under a mask as transformers hands it on.
 
-    Boolean (True: seen), additive, or None: causal, the T query tokens being the last of the S.
+    Boolean (True: seen), additive, or None: causal. One query token then sees all S, and several
+    are the first of them: the others are the places of a static cache that are still empty.
     """
     if mask is None:
         T, S = scores.shape[-2:]
-        mask = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(S - T)
+        first = S - T if T == 1 else 0
+        mask = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(first)
     if mask.dtype == torch.bool:
         return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores + mask

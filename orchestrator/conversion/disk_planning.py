@@ -22,6 +22,7 @@ from torch import Tensor
 from attention.base.memory import release_memory
 from attention.base.timing import clock
 from attention.calibration.calibrate import calibrate
+from attention.calibration.sizes import stored_tokens
 from attention.conversion.convert import lift
 from attention.conversion.refinement.refine import FitWork
 from attention.families import geometry_of
@@ -120,7 +121,10 @@ def _measure_curves(
             counts = {side: of for (at, side), of in requested.items() if at == layer}
             rows = rows_of(stream)
             with source.phase("calibrate", layer, "calibrating"):
-                statistics = calibrate(window, rows, batch_size=source.batch_size)
+                sampled = stored_tokens(rows.shape[1])
+                statistics = calibrate(
+                    window, rows, sample_tokens=sampled, batch_size=source.batch_size
+                )
             with source.phase("plan", layer, "what each head count costs"):
                 metric = read_metric(folder.folder, layer).to(source.device)
                 context = PlanningContext(

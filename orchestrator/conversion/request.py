@@ -69,6 +69,8 @@ def parse_list(text: str, kind: Callable[[str], Number], key: str, example: str)
     """
     try:
         values = [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ConfigError:  # which says more
+        raise
     except (ValueError, ArithmeticError):
         values = []
     if not values:

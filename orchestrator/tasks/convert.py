@@ -179,7 +179,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def compared(self) -> list[tuple[Recipe, float]]:
         """The recipes and KV ratios that short fits compare before the conversion."""
         request = self.request
-        if self._several or self.options.layerwise:
+        if self._several or self._joins_curve or self.options.layerwise:
             return []
         pairs = [
             (recipe, ratio)
@@ -254,7 +254,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             else:
                 if self.options.cache_format is not None:
                     store.cache_pair = read_cache_format(self.options.cache_format)
-                if not self._several:
+                if not self._several and not self._joins_curve:
                     compared_recipes = self._choose_recipe(store, ratios[0])
         try:
             for kv_ratio in ratios:
@@ -283,7 +283,9 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     ) -> tuple[list[float], list[CombinationRecord]]:
         """Return the KV ratio of the best combination of bits and heads, and all combinations."""
         with self.request.phases("compare"):
-            choice = choose_cache(store, budget.options, self.competing)
+            # A folder of several ratios is of one recipe
+            recipes = [self.request.recipe] if self._joins_curve else self.competing
+            choice = choose_cache(store, budget.options, recipes)
         choice.report(budget.shares[0])
         return [take_choice(store, choice)], choice.combinations
 

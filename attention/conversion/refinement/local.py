@@ -51,7 +51,7 @@ FIT_KNOBS = (
         "int",
         "tokens per step: whole sequences, or some positions of a longer one",
         1,
-        2**20,
+        2**11,  # of what runs at once
     ),
     Knob("fit_tokens", "int", "calibration tokens that are loaded into memory and fitted on", 2),
 )

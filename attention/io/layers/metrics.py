@@ -11,6 +11,7 @@ streams are removed once they are used.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from attention.io.layers.windows import (
     the_layer,
 )
 from attention.io.shards import write_shard
-from attention.modeling.running import entering
+from attention.modeling.running import batch_of, entering
 
 
 def metric_file(folder: Path, layer: int) -> Path:
@@ -75,17 +76,18 @@ def write_metrics(
     layers = geometry_of(config).num_layers
     if all(metric_file(folder, layer).is_file() for layer in range(layers)):
         return
-    stream = embed(weights, config, sequences, dtype, device, SENSITIVITY_BATCH)
+    batch = batch_of(sequences.shape[1], SENSITIVITY_BATCH)
+    stream = embed(weights, config, sequences, dtype, device, batch)
     for layer in range(layers):
         write_shard(_below(folder, layer), {"stream": stream})
-        advance(
-            open_window(weights, config, layer, stream, dtype, device), stream, SENSITIVITY_BATCH
-        )
+        advance(open_window(weights, config, layer, stream, dtype, device), stream, batch)
+        gc.collect()  # a window and its hooks refer to each other
         progress(layer + 1, 2 * layers)
     gradients = _above(OutputHead(weights, config, dtype, device), stream)
     for layer in reversed(range(layers)):
         stream = load_file(_below(folder, layer))["stream"]
         metric = _back(open_window(weights, config, layer, stream, dtype, device), gradients)
+        gc.collect()
         write_shard(metric_file(folder, layer), {"metric": metric / sequences.numel()})
         _below(folder, layer).unlink()
         progress(2 * layers - layer, 2 * layers)
@@ -98,7 +100,8 @@ def _above(head: OutputHead, streams: Tensor) -> Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     gradients = torch.empty(streams.shape)
-    for rows in torch.arange(len(streams)).split(SENSITIVITY_BATCH):
+    batch = batch_of(streams.shape[1], SENSITIVITY_BATCH)  # as in memory: it draws in this order
+    for rows in torch.arange(len(streams)).split(batch):
         entered = streams[rows].to(head.device).requires_grad_(True)
         with torch.enable_grad():
             cost = drawn_cost(head.final(entered), generator)
@@ -128,7 +131,7 @@ def _back(window: PreTrainedModel, gradients: Tensor) -> Tensor:
     sums = SummedGradients([attention])
     try:
         with sums.collected(), torch.enable_grad():
-            for ids in rows_of(gradients).split(SENSITIVITY_BATCH):
+            for ids in rows_of(gradients).split(batch_of(gradients.shape[1], SENSITIVITY_BATCH)):
                 window.get_decoder()(input_ids=ids.to(window.device), use_cache=False)
                 above = gradients[ids[:, 0]].to(caught["out"])
                 gradients[ids[:, 0]] = torch.autograd.grad(caught["out"], caught["in"], above)[

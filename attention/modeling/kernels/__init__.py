@@ -121,7 +121,7 @@ def difference(
     """
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(2, heads, length, width, generator=generator).to(device, dtype)
+        torch.randn(2, heads, length, width, generator=generator, device="cpu").to(device, dtype)
         for heads, length in (
             (plan.num_heads * plan.key_width, 1),
             (plan.key_slices, tokens),

@@ -57,6 +57,12 @@ def test_one_head_as_wide_as_all_loses_nothing(
     assert torch.equal(logits(again, tiny_tokens), logits(wide, tiny_tokens))
 
 
+def test_keys_of_a_stablelm_without_norms_are_wide(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("stablelm", qk_layernorm=False)
+    wide = converted(model, geometry_of(model.config).num_kv_heads, tiny_tokens)
+    torch.testing.assert_close(logits(wide, tiny_tokens), logits(model, tiny_tokens), rtol=0, atol=5e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_decoding_gives_what_whole_sequences_give(family: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:

@@ -218,6 +218,19 @@ def test_what_the_output_projection_adds_to_the_stream(name: str, tiny_model: Ti
         torch.testing.assert_close(change, expected * added.expand_as(change), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama"])
+@torch.no_grad()
+def test_a_static_cache_is_causal_without_padding(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """The prompt fills the first places of the cache alone. Capped scores and sinks are computed here."""
+    model = convert(tiny_model(name), DECOUPLED)
+    prompt = tiny_tokens[:2, :12]
+    common: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    common |= {"output_logits": True, "return_dict_in_generate": True}
+    grown: Any = model.generate(prompt, **common)
+    static: Any = model.generate(prompt, **common, cache_implementation="static", disable_compile=True)
+    torch.testing.assert_close(torch.stack(static.logits), torch.stack(grown.logits), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", sorted(families()))
 def test_gradient_checkpointing_gives_the_same_gradients(name: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
     model = convert(tiny_model(name), DECOUPLED)
