@@ -179,7 +179,7 @@ class CheckpointStore:
         """
         self.settle()
         if not self._token:  # files of a killed start have another token
-            self._token = gather_objects(uuid.uuid4().hex[:8], self.world_size)[0]
+            self._token = of_rank_0(lambda: uuid.uuid4().hex[:8])
         name = f"checkpoint_{step:06d}"
         if report is not None:
             report["checkpoint_path"] = str(self.named / name)
@@ -241,14 +241,8 @@ class CheckpointStore:
         if not self.remote:
             yield Path(path)
             return
-        checkpoint = next(
-            (
-                k
-                for k in gather_objects(self.read()[0], self.world_size)[0]
-                if k.name == Path(path).name
-            ),
-            None,
-        )
+        checkpoints, _ = of_rank_0(self.read)
+        checkpoint = next((k for k in checkpoints if k.name == Path(path).name), None)
         if problem := "it is not in the index" if checkpoint is None else self.damage(checkpoint):
             raise OSError(f"training checkpoint {path} at its address: {problem}")
         yield self._scratch / Path(path).name
@@ -344,9 +338,7 @@ class CheckpointStore:
         for leftover in self._scratch.glob(f".*-{self.rank}"):  # by a worker that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         self._remove_empty_scratch()
-        checkpoints, reports = gather_objects(
-            self.read() if self.rank == 0 else None, self.world_size
-        )[0]
+        checkpoints, reports = of_rank_0(self.read)
         damage: list[str] = []
         for candidate in reversed(checkpoints):
             wrong = self.damage(candidate)

@@ -150,9 +150,9 @@ class GGUFFile:
                     f"{str(self.path)!r} has experts, which are not read from a GGUF file of "
                     "architecture llama; give the checkpoint that it was made from"
                 )
-            settings["attention_bias"] = "blk.0.attn_q.bias" in self._tensors()
-            settings["mlp_bias"] = "blk.0.ffn_up.bias" in self._tensors()
-        if architecture == "stablelm" and "blk.0.attn_q_norm.weight" in self._tensors():
+            settings["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
+            settings["mlp_bias"] = "blk.0.ffn_up.bias" in self._tensors
+        if architecture == "stablelm" and "blk.0.attn_q_norm.weight" in self._tensors:
             raise CheckpointError(
                 f"{str(self.path)!r} normalises queries and keys, which is not read from a GGUF "
                 "file of architecture stablelm; give the checkpoint that it was made from"
@@ -180,12 +180,12 @@ class GGUFFile:
         """Return the scaling of rotary embedding, which transformers' reader leaves out."""
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         base = float(self.field(f"{architecture}.rope.freq_base", 10_000.0))
-        if any(name.startswith(_LONGROPE) for name in self._tensors()):
+        if any(name.startswith(_LONGROPE) for name in self._tensors):
             raise CheckpointError(
                 f"{str(self.path)!r}: rotary scaling of type longrope is not read from a GGUF "
                 "file; give the checkpoint that it was made from"
             )
-        if (factors := self._tensors().get(_ROPE_FREQUENCIES)) is not None:
+        if (factors := self._tensors.get(_ROPE_FREQUENCIES)) is not None:
             scaling = llama3_rope(_plain(factors), base)
             if scaling is None:
                 raise CheckpointError(
@@ -248,6 +248,7 @@ class GGUFFile:
                 "here; give the checkpoint that the file was made from"
             )
 
+    @cached_property
     def _tensors(self) -> dict[str, Any]:
         return {tensor.name: tensor for tensor in self.reader.tensors}
 
@@ -263,7 +264,7 @@ class GGUFFile:
 
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
-        stored = set(self._tensors())
+        stored = set(self._tensors)
         geometry = geometry_of(config)
         names = ["attn_qkv"] if form.fused else ["attn_q", "attn_k", "attn_v"]
         biases = dict.fromkeys(names, geometry.query_bias) | {"attn_output": geometry.output_bias}
@@ -295,7 +296,7 @@ class GGUFFile:
             return
         self.check(config)
         try:
-            yield from _one_by_one(self._tensors(), config, form, dtype)
+            yield from _one_by_one(self._tensors, config, form, dtype)
         except (ValueError, KeyError, IndexError, RuntimeError) as error:
             raise WeightsError(
                 f"{str(self.path)!r} is not a whole GGUF file of the model that it describes: "
