@@ -36,7 +36,7 @@ def _whole(_: Any) -> float | None:
     return 1.0
 
 
-def normed(_: Any) -> float | None:
+def no_residual_scale(_: Any) -> float | None:
     """Return None: `Family.residual_scale` with a norm between output projection and stream."""
     return None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from attention.families import _separate, normed
+from attention.families import _separate, no_residual_scale
 from attention.families.llama_layout.gemma import check_causal
 from attention.geometry import HeadGeometry
 
@@ -27,5 +27,5 @@ FAMILY = _separate.family(
     Gemma2ForCausalLM,
     geometry,
     pads_queries=False,
-    residual_scale=normed,
+    residual_scale=no_residual_scale,
 )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PretrainedConfig, PreTrainedModel
 
-from attention.families import _separate, normed
+from attention.families import _separate, no_residual_scale
 from attention.geometry import HeadGeometry
 
 WINDOWED = "sliding_attention"
@@ -104,6 +104,6 @@ FAMILY = _separate.family(
     other_attention_modules=other_attention_modules,
     plain_config=plain_config,
     pads_queries=False,
-    residual_scale=normed,
+    residual_scale=no_residual_scale,
     reads_layer_config=True,
 )

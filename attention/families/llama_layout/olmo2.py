@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
-from attention.families import _whole_norm, normed
+from attention.families import _whole_norm, no_residual_scale
 
-FAMILY = _whole_norm.family("olmo2", Olmo2Config, Olmo2ForCausalLM, residual_scale=normed)
+FAMILY = _whole_norm.family(
+    "olmo2", Olmo2Config, Olmo2ForCausalLM, residual_scale=no_residual_scale
+)
