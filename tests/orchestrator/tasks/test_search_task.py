@@ -87,7 +87,8 @@ def test_the_start_of_a_search(config: Path, calls: Counter[str], monkeypatch: p
     """All of it in the driver up to the trials, whose context is made too."""
 
     def begin(config: Any, prepared: Any, folder: Any, *_: Any) -> None:
-        trial_context(config, prepared, folder, {"model": config.model.path, "loss": 2.0})  # type: ignore[typeddict-item]
+        original: Any = {"model": config.model.path, "loss": 2.0, "divisions": prepared.texts.divisions}
+        trial_context(config, prepared, folder, original)
         raise TrialsBegin
 
     monkeypatch.setattr(pipeline, "connected", lambda: nullcontext([Nodes(1, {"CPU": 2.0})]))
