@@ -152,6 +152,7 @@ def convert(
                 "kv_ratio: one checkpoint is made at a time; give one ratio, and call again for "
                 "others"
             )
+        task.estimate.check()
         record: dict[str, Any] = dict(task.run())
     # Where `output_dir` has several ratios it is a folder in there
     return ConversionResult(record, Path(record["out"]), temporary)
@@ -312,6 +313,12 @@ def _strings(data: Iterable[Any], field: str) -> Iterator[str]:
     Raises:
         DataError: For anything else.
     """
+    if isinstance(data, Mapping):
+        raise DataError(
+            f"data: expected a source of text, a list of strings, or a dataset, got {len(data)} "
+            f"entries by name ({', '.join(map(str, list(data)[:4]))}); give one of them, e.g. "
+            f"data[{next(iter(data), 'train')!r}]"
+        )
     if field in (getattr(data, "column_names", None) or ()):
         yield from data[field]  # type: ignore[index]
         return

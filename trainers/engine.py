@@ -17,12 +17,14 @@ from trainers import resharding, zero
 from trainers.adapters import add_adapters
 from trainers.deepspeed_config import ADAM_BYTES, DECAY, LAYOUT, config_of, layout_of
 from trainers.freezing import freeze_all_but_keys_and_values
-from trainers.loop import LossFunction, ParameterGroup
+from trainers.loop import CountedLoss, LossFunction, ParameterGroup
 from trainers.recomputation import compile_layers, recompute
 from trainers.settings import TrainSettings
 
 TAG = "engine"
 SCALE = "rate_scale"  # in a group of the optimiser: its learning rate over the settings'
+MOST_SKIPPED = 3
+"""Steps in a row whose gradients may be without a finite norm; DeepSpeed leaves them out."""
 _OF_SETTINGS = (SCALE, "weight_decay", "betas")
 """Options of the optimiser's groups that a checkpoint does not change."""
 
@@ -62,6 +64,8 @@ class TrainEngine(zero.EngineOwner):
         self.settings = settings
         self.total_steps = total_steps
         self.schedule_offset = schedule_offset
+        self._skipped = 0
+        self._norm: Tensor | None = None
         self.steps_done = 0  # by this engine and those that it continues, from the offset on
         recompute(model, settings)
         self._layout = layout_of(settings)
@@ -112,6 +116,7 @@ class TrainEngine(zero.EngineOwner):
     def gradient_norm(self) -> float | None:
         """The gradient norm of the last step, over all workers, before clipping; None before it."""
         norm = self._engine.get_global_grad_norm()
+        norm = self._norm if norm is None else norm
         return None if norm is None else float(norm)
 
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float:
@@ -120,7 +125,9 @@ class TrainEngine(zero.EngineOwner):
         The loss before it, the mean over all B rows.
 
         Where W does not divide B some workers have one row more than others: each counts by its
-        rows. When the loss is not finite the weights are not changed.
+        rows. A `CountedLoss` is the mean over what it counts in all B rows. When the loss is not
+        finite the weights are not changed, nor are they by gradients that are not: after
+        `MOST_SKIPPED` such steps in a row the loss returned is not finite either.
         """
         rank = dist.get_rank()
         torch.manual_seed(_step_seed(self.settings.seed, self.steps_done, rank))
@@ -137,21 +144,38 @@ class TrainEngine(zero.EngineOwner):
         mean = torch.zeros((), dtype=torch.float64, device=self.device)
         batch = batch.to(self.device)
         most = [len(part) for part in torch.arange(-(-rows // workers)).tensor_split(passes)]
-        for index, piece in enumerate(batch.tensor_split(passes)):
+        pieces = batch.tensor_split(passes)
+        weights = self._weights(pieces, loss_fn)
+        for index, piece in enumerate(pieces):
             # Workers with a row less take part with a copy, which does not count: with ZeRO 3 all
             # must call a head, whose calls depend on the number of rows, equally often
             copies = batch[:1].expand(most[index] - len(piece), -1)
             loss = loss_fn(self._engine, torch.cat([piece, copies]), len(piece))
-            mean += loss.detach().double() * len(piece) / rows
+            mean += loss.detach().double() * weights[index]
             if index == passes - 1:
                 dist.all_reduce(mean)
                 if not math.isfinite(mean.item()):
                     return mean.item()
             # DeepSpeed takes the mean over passes and workers
-            self._engine.backward(loss * (len(piece) * passes * workers / rows))
+            self._engine.backward(loss * (weights[index] * passes * workers))
+            if index == passes - 1 and self.settings.zero_stage == 0:
+                # Of which DeepSpeed says nothing where the optimiser is torch's
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                self._norm = nn.utils.get_total_norm(gradients) if gradients else None
             self._engine.step()
         self.steps_done += 1
-        return mean.item()
+        # Decided by a norm over all workers, so alike on each
+        self._skipped = 0 if self._engine.was_step_applied() else self._skipped + 1
+        return math.nan if self._skipped >= MOST_SKIPPED else mean.item()
+
+    def _weights(self, pieces: Sequence[Tensor], loss_fn: LossFunction) -> list[float]:
+        """Return the share of each piece of this worker in the mean of all workers' rows."""
+        if not isinstance(loss_fn, CountedLoss):
+            return [len(piece) / self.settings.batch_size for piece in pieces]
+        counts = [loss_fn.count(piece) for piece in pieces]
+        total = torch.tensor(sum(counts), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return [count / max(1.0, total.item()) for count in counts]
 
     @property
     def checkpoint_bytes(self) -> int:

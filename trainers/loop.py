@@ -16,9 +16,27 @@ class LossFunction(Protocol):
     """A loss in nats per token, the mean over the first `rows` sequences of a batch `[B, T]`.
 
     The others, copies that make batches of workers equally large, do not count. None: all count.
+    One that is a mean over some predictions alone is a `CountedLoss`.
     """
 
     def __call__(self, model: Any, batch: Tensor, rows: int | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CountedLoss:
+    """A loss that is the mean over some predictions of a batch, and their number.
+
+    Attributes:
+        loss: The loss.
+        count: Number of these predictions in a batch `[B, T]`. With it the mean of a step does not
+            depend on how its sequences are divided over workers and passes.
+    """
+
+    loss: LossFunction
+    count: Callable[[Tensor], int]
+
+    def __call__(self, model: Any, batch: Tensor, rows: int | None = None) -> Tensor:
+        return self.loss(model, batch, rows)
 
 
 class TrainingDiverged(RuntimeError):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.modeling.losses import divergence, kl, language_modelling, prediction_losses, wide
 from attention.modeling.predictions import Final, final, mean_cost
-from trainers.loop import LossFunction
+from trainers.loop import CountedLoss, LossFunction
 
 __all__ = [
     "DISTILLATIONS",
@@ -143,4 +143,6 @@ def objective(
         counted = None if answers is None else answers(batch)
         return mean_cost(model, batch, cost, reference, rows, counted, **more)
 
-    return loss
+    if answers is None:
+        return loss
+    return CountedLoss(loss, lambda batch: int(answers(batch)[:, 1:].sum()))

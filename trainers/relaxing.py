@@ -255,17 +255,22 @@ class _Stage(WorkerShare):
 
 def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:
     """Clear what a different job may have left in `root`, and mark it as this job's."""
-    # May be lowered later.
     settings = job.relaxation_settings.identity()
-    del settings["micro_batch_size"]
-    parts: list[Any] = [spec.to_dict() | {"settings": settings}, job.schedule_steps]
-    parts += [job.model_dir, job.teacher_dir, job.train_file, job.seed]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    for name in ("micro_batch_size", "activation_checkpointing"):  # which change no result
+        del settings[name]
+
+    def digest(**more: Any) -> str:
+        parts: list[Any] = [spec.to_dict() | {"settings": settings | more}, job.schedule_steps]
+        parts += [job.model_dir, job.teacher_dir, job.train_file, job.seed]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
     mark = root / "job.json"
-    if mark.exists() and json.loads(mark.read_text())["digest"] == digest:
+    # Marks of earlier versions have one of these settings too
+    accepted = [digest(), *(digest(activation_checkpointing=on) for on in (False, True))]
+    if mark.exists() and json.loads(mark.read_text())["digest"] in accepted:
         return
     if root.exists():
         shutil.rmtree(root)
     for index in range(len(spec.plans)):
         (root / f"stage-{index}").mkdir(parents=True)
-    write_whole(mark, json.dumps({"digest": digest}))
+    write_whole(mark, json.dumps({"digest": accepted[0]}))

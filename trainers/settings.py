@@ -177,7 +177,7 @@ class TrainSettings(StrictModel):
     assistant_only_loss: bool = False
     """Only the tokens of answers count in the loss, each end of a turn included: for conversations
     (`messages`), by the tokenizer's chat template. The mean is over the answers of the sequences
-    that a worker holds at once. Evaluation counts all tokens."""
+    of a step. Evaluation counts all tokens."""
     deepspeed: Annotated[dict[str, JsonValue], AfterValidator(_checked_keys)] = {}
     """Keys of DeepSpeed's own configuration that are merged into Headfold's last, e.g.
     `{zero_optimization: {overlap_comm: false}}`; keys that a setting here determines are refused.

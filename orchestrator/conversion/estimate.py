@@ -180,6 +180,12 @@ class RunEstimate:
         print(f"estimate: {total.describe()}", file=sys.stderr, flush=True)
         for topic, text in first.memory_parts.items() if verbose else ():
             print(f"{topic}: {text}", file=sys.stderr, flush=True)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError where memory or disk do not suffice."""
+        first = self.points[0]
+        total = self.total
         if first.available and total.memory > first.available:
             by_layer = sum((point.layer_by_layer for point in self.points), Estimate())
             other = first.why_not

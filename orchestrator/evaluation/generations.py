@@ -61,7 +61,7 @@ def read_prompts(source: str | None) -> tuple[str, ...]:
             )
         prompts = [source]
     else:
-        prompts = [line for line in _read_text(file).splitlines() if line.strip()]
+        prompts = [line for line in _read_text(file).split("\n") if line.strip()]
         if file.suffix == ".jsonl":
             prompts = [_prompt_of(line, file) for line in prompts]
     if not any(prompt.strip() for prompt in prompts):

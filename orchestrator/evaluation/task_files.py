@@ -8,6 +8,7 @@ knows itself are loaded by it, with what they need.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,21 @@ def task_specs(names: Iterable[str]) -> list[str | TaskConfig]:
             f"tasks: {repeated[0]!r} is requested more than once; every task needs its own name"
         )
     return specs
+
+
+def data_digests(specs: Iterable[str | TaskConfig]) -> list[str]:
+    """Return the SHA-256 of each data file of task files, in the order in which they are named."""
+    digests = []
+    for spec in specs:
+        options = {} if isinstance(spec, str) else spec.get("dataset_kwargs") or {}
+        named = options.get("data_files") or []
+        groups = list(named.values()) if isinstance(named, Mapping) else [named]
+        for group in groups:
+            for pattern in group if isinstance(group, list) else [group]:
+                path = Path(pattern)
+                for file in [path] if path.is_file() else sorted(path.parent.glob(path.name)):
+                    digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    return digests
 
 
 def with_absolute_paths(names: Iterable[str]) -> list[str]:
@@ -195,6 +211,11 @@ def _checked(task: TaskConfig, file: Path) -> TaskConfig:
     return task
 
 
-def accuracy_of(metrics: Iterable[str]) -> str | None:
-    """Return which of a task's metrics is its accuracy; None if it has none."""
-    return next((name for name in ACCURACIES if name in metrics), None)
+def accuracies_of(metrics: Iterable[str]) -> list[str]:
+    """Return which of a task's metrics are its accuracy: one of each of its filters.
+
+    `exact_match.strict-match` is the metric `exact_match` of the filter `strict-match`.
+    """
+    names = list(metrics)
+    of_kind = ([n for n in names if n.partition(".")[0] == kind] for kind in ACCURACIES)
+    return next(filter(None, of_kind), [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,12 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import PromotionSection, SearchConfig
 from orchestrator.evaluation.extras import Extras, ModelExtras
 from orchestrator.evaluation.long_context import NUM_TEXTS
-from orchestrator.evaluation.task_files import accuracy_of, task_specs
+from orchestrator.evaluation.task_files import (
+    ACCURACIES,
+    accuracies_of,
+    data_digests,
+    task_specs,
+)
 from orchestrator.evaluation.tasks import Scores
 from orchestrator.promotion.state import GateRecord
 from orchestrator.search.trials.context import TrialContext
@@ -74,7 +80,8 @@ class _Measurement:
     def __init__(self, config: SearchConfig, context: TrialContext) -> None:
         extras = extras_of(config.promotion)
         seed = config.search.seed
-        held_out = read_sequences(context.eval_file)[:]
+        text = read_sequences(context.eval_file)
+        held_out = text[:]
         original = checkpoints.open_checkpoint(context.model, "model.path")
         tokenizer = checkpoints.load_tokenizer(original)
         first = beginning(tokenizer)
@@ -85,7 +92,8 @@ class _Measurement:
             lambda length: _recut(held_out, length, first),
             seed,
         )
-        request = repr((extras, task_specs(extras.tasks), seed, first))
+        specs = task_specs(extras.tasks)
+        request = repr((extras, specs, data_digests(specs), text.digest, seed, first))
         self._digest = hashlib.sha256(request.encode()).hexdigest()
 
     def of(self, path: str) -> ModelExtras:
@@ -126,11 +134,8 @@ def _recut(held_out: Tensor, length: int, first: Sequence[int]) -> Tensor:
 def limit_violations(scores: FinalistScores, section: PromotionSection) -> list[str]:
     """Return a reason for each limit of the gate that is exceeded."""
     reasons = []
-    for name, drop in _accuracy_drops(scores.get("tasks", {})).items():
-        if (limit := section.max_task_drop) is not None and not drop <= limit:
-            reasons.append(
-                f"task {name}: accuracy is {drop:.3f} below the original's, allowed are {limit:g}"
-            )
+    if section.max_task_drop is not None:
+        reasons += _task_drops(scores.get("tasks", {}), section.max_task_drop)
     recall = scores["long_context"]["recall"] if "long_context" in scores else {}
     for length, depths in recall.get("original", {}).items():
         drop = _mean_recall(depths) - _mean_recall(recall["checkpoint"][length])
@@ -142,13 +147,19 @@ def limit_violations(scores: FinalistScores, section: PromotionSection) -> list[
     return reasons
 
 
-def _accuracy_drops(tasks: Mapping[str, Scores]) -> dict[str, float]:
-    """Return how far each task that has an accuracy is below the original model."""
-    drops = {}
+def _task_drops(tasks: Mapping[str, Scores], limit: float) -> list[str]:
+    """Return a reason for each accuracy that is too far below the original's."""
+    reasons = []
     for name, scores in tasks.get("original", {}).items():
-        if metric := accuracy_of(scores):
-            drops[name] = scores[metric] - tasks["checkpoint"][name][metric]
-    return drops
+        for metric in accuracies_of(scores):
+            drop = scores[metric] - tasks["checkpoint"][name].get(metric, math.nan)
+            if not drop <= limit:
+                task = name if metric in ACCURACIES else f"{name}, {metric}"
+                reasons.append(
+                    f"task {task}: accuracy is {drop:.3f} below the original's, allowed are "
+                    f"{limit:g}"
+                )
+    return reasons
 
 
 def _mean_recall(depths: list[dict[str, float]]) -> float:

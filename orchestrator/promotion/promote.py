@@ -233,10 +233,14 @@ def _chosen(
     copies = {t.trial_id: t.copy_of for t in records if t.copy_of is not None}
     for trial_id in ids:
         _check_id(trial_id, usable, copies, config.search.baseline)
+    if ids and top is not None:
+        raise ConfigError(
+            f"--top: got {top} with --trial, which names the trials to promote; give one of the two"
+        )
     section = config.promotion
     how = "best_per_budget" if top else section.select
     chosen = [usable[trial_id] for trial_id in ids] or select(records, how, top or section.top)
-    if top is not None and not ids:
+    if top is not None:
         _note_fewer(usable.values(), top)
     if section.keep_weights == "finalists":
         available = finalists(records, config)

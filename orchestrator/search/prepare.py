@@ -51,7 +51,7 @@ from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 from trainers.evaluation import evaluate
 from trainers.settings import threads_of
-from trainers.text.data import read_sequences
+from trainers.text.data import SPLITS, read_sequences
 from trainers.text.token_sets import is_complete
 
 
@@ -96,7 +96,7 @@ def prepare_original(
     if (ranks := config.search.tensor_parallel) > 1:
         on_rank = EngineSupport.of_geometry(prepared.geometry).on_rank(ranks)
         record["kv_bytes_per_token_per_gpu"] = on_rank.bytes_per_token(prepared.setup.dtype)
-    record["divisions"] = prepared.texts.divisions
+    record["texts"] = _text_digests(prepared)
     write_json(folder.original, record)
     size = f"{record['kv_bytes_per_token']} KV bytes per token"
     words = f"original model: held-out loss {record['loss']:.3f} nats per token, {size}"
@@ -215,22 +215,39 @@ def locate_model(path: str, folder: SearchFolder, name: str = "model") -> str:
     return str(source.absolute())
 
 
+def _text_digests(prepared: Prepared) -> dict[str, str]:
+    return {split: read_sequences(prepared.files[split]).digest for split in SPLITS}
+
+
+def _check_texts(prepared: Prepared, original: OriginalRecord) -> None:
+    """Raise ConfigError for a search whose losses are of other texts than `prepared` has."""
+    if begun := original.get("texts"):
+        now = _text_digests(prepared)
+        if changed := [split for split in SPLITS if begun[split] != now[split]]:
+            raise ConfigError(
+                f"data.{changed[0]}: the text of {prepared.texts.cuts[changed[0]].source} is "
+                "another than when this search began, so that its losses cannot be compared; "
+                "restore the file, or start a new search"
+            )
+        return
+    for split, division in prepared.texts.divisions.items():
+        if division != "twentieth":
+            raise ConfigError(
+                f"data.{split}: this search was begun by a version of Headfold that held out "
+                "another part of small files, so that its losses are of another text; start a new "
+                "search"
+            )
+
+
 def trial_context(
     config: SearchConfig, prepared: Prepared, folder: SearchFolder, original: OriginalRecord
 ) -> TrialContext:
     """Return what all trials share.
 
     Raises:
-        ConfigError: For a search that was begun with texts that were divided otherwise.
+        ConfigError: For a search that was begun with other texts.
     """
-    begun = original.get("divisions", {})
-    for split, division in prepared.texts.divisions.items():
-        if division != begun.get(split, "twentieth"):
-            raise ConfigError(
-                f"data.{split}: this search was begun by a version of Headfold that held out "
-                "another part of small files, so that its losses are of another text; start a new "
-                "search"
-            )
+    _check_texts(prepared, original)
     return TrialContext(
         folder=str(folder.root),
         model=original["model"],

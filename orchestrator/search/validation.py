@@ -21,7 +21,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.evaluation.generations import encode_prompts
 from orchestrator.evaluation.long_context import NUM_TEXTS, context_lengths
-from orchestrator.evaluation.task_files import ACCURACIES, accuracy_of
+from orchestrator.evaluation.task_files import ACCURACIES, accuracies_of
 from orchestrator.evaluation.tasks import HarnessTasks
 from orchestrator.resources.accelerators import memory_of
 from orchestrator.resources.processes import Needs
@@ -253,7 +253,7 @@ def check_tasks(config: SearchConfig, model: Checkpoint) -> None:
     except ConfigError as error:
         raise ConfigError(f"promotion.{error}") from None
     if section.max_task_drop is not None and (
-        without := [n for n, m in metrics.items() if not accuracy_of(m)]
+        without := [n for n, m in metrics.items() if not accuracies_of(m)]
     ):
         raise ConfigError(
             f"promotion.max_task_drop: task {without[0]!r} has no accuracy "

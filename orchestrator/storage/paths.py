@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import tempfile
+import uuid
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -154,7 +155,8 @@ class SearchFolder:
                 root.mkdir()
                 break
         folder = cls(root)
-        folder.origin.write_text(json.dumps({"folder": str(root)}), encoding="utf-8")
+        origin = {"folder": str(root), "id": uuid.uuid4().hex}
+        folder.origin.write_text(json.dumps(origin), encoding="utf-8")
         return folder
 
     @staticmethod

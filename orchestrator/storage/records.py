@@ -50,8 +50,8 @@ class OriginalRecord(TypedDict):
     """Storage format of the mixed moments of its statistics."""
     seconds: float
     notes: NotRequired[list[str]]
-    divisions: NotRequired[dict[str, str]]
-    """How the source of each split is divided (`trainers.text.corpora.Division`)."""
+    texts: NotRequired[dict[str, str]]
+    """Digest of the token set of each split."""
 
 
 class RungReport(TypedDict):

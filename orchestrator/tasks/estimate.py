@@ -123,7 +123,7 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         arguments = self.options
         shared = [field.name for field in fields(ConvertOptions) if hasattr(arguments, field.name)]
         options = ConvertOptions(**{name: getattr(arguments, name) for name in shared})
-        if self._elsewhere is not None:
+        if self._elsewhere is not None or arguments.gpus == 0:
             options = replace(options, device="cpu")  # whose checks pass anywhere
         return Convert(options, config_only=True)
 

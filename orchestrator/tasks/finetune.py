@@ -76,6 +76,11 @@ class FinetuneRequest(TrainingRequest):
         return self.model
 
     @property
+    def models(self) -> Mapping[str, str]:
+        named = {"model": self.model, "original": self.original}
+        return {name: path for name, path in named.items() if path is not None}
+
+    @property
     def title(self) -> str:
         parts = {"full": "all weights", "lora": "adapters", "kv": "keys and values"}[
             self.settings.tuning

@@ -12,6 +12,8 @@ _REFUSALS = (
     "INVALID_STATE",
 )
 """Answers of a store that a retry would not change."""
+_TEMPORARY = (401, 403, 408, 429)
+"""Client errors over HTTP that pass: of a login that is renewed, and of too many requests."""
 _SECRETS = "token|key|secret|passw|sig|credential|auth"
 
 
@@ -38,5 +40,8 @@ def is_away(error: Exception) -> bool:
 
     if isinstance(error, MlflowException):
         return error.error_code not in _REFUSALS
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int) and 400 <= status < 500:
+        return status in _TEMPORARY
     package = type(error).__module__.partition(".")[0]
     return isinstance(error, OSError) or package in ("requests", "urllib3", "sqlalchemy")

@@ -131,11 +131,11 @@ class Registry:
 
     @contextlib.contextmanager
     def _requests(self, name: str) -> Iterator[None]:
-        from mlflow.exceptions import MlflowException
-
         try:
             yield
-        except MlflowException as error:
+        except TrackingError:
+            raise
+        except Exception as error:  # MLflow's, or of the client of a store of artifacts
             raise TrackingError(
                 f"the registry at {redact(self.uri)} refused {name}: {reason(error, redact)}"
             ) from None

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from attention.base.messages import reason
+from orchestrator.storage.json_files import read_if_there
+from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import ENDED, RUNNING
 from orchestrator.tracking.errors import TrackingError, is_away, redact
 from orchestrator.tracking.metrics import MetricPoint
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 _KEY_TAGS = (
     "headfold.kind",
     "headfold.folder",
+    "headfold.id",
     "trial_id",
     "promotion_steps",
     "promotion_attempt",
@@ -377,6 +380,9 @@ def parent_run(folder: Path, waits_for: str | None = None, **more: Any) -> Track
         **more: Other fields of the run.
     """
     tags = {"headfold.kind": "search", "headfold.folder": str(folder)}
+    # Of an earlier search in a folder of this name there may be a run
+    if identity := read_if_there(SearchFolder(folder).origin).get("id"):
+        tags["headfold.id"] = identity
     if waits_for is not None:
         tags["headfold.waits_for"] = waits_for or "nothing"
     return TrackedRun(folder.name, tags, **more)

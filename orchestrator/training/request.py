@@ -8,8 +8,9 @@ resumes a stopped training.
 from __future__ import annotations
 
 import json
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
@@ -27,7 +28,7 @@ from orchestrator.training.run import TrainingReport
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
-from trainers.text.data import SMALL_TEXT, TextCut, Texts, token_set
+from trainers.text.data import SMALL_TEXT, TextCut, Texts, read_sequences, token_set
 from trainers.text.token_sets import is_complete
 
 
@@ -128,6 +129,11 @@ class TrainingRequest(ABC):
         """The output folder of the job."""
         return self.out
 
+    @property
+    def models(self) -> Mapping[str, str]:
+        """What the training reads weights of, by the option that names it."""
+        return {}
+
     @abstractmethod
     def prepare(self, eval_file: Path) -> Mapping[str, Any]:
         """Make what the job starts from.
@@ -194,14 +200,18 @@ class TrainingRequest(ABC):
 
         Those of an earlier start are taken as they are.
         """
-        self.note()  # first, so that what a kill leaves is known as ours
+        # First, so that what a kill leaves is known as ours
+        self.note(**({} if self.mark else {"id": uuid.uuid4().hex, "inputs": self._inputs()}))
         tokenizer = checkpoints.load_tokenizer(self.source)
         train_file, eval_file = (
             token_set(cut, tokenizer, self._data, tokenise=tokeniser(self.source, cut.tokens))
             for cut in self.cuts
         )
+        texts = [read_sequences(file).digest for file in (train_file, eval_file)]
+        if self.mark.get("texts", texts) != texts:
+            raise self._of_other_inputs(["text"])
         if "parameters" not in self.mark:
-            self.note(**self.prepare(Path(eval_file)))
+            self.note(texts=texts, **self.prepare(Path(eval_file)))
         return TrainJob(
             model_dir=self.start_dir,
             teacher_dir=self.teacher_dir,
@@ -267,12 +277,35 @@ class TrainingRequest(ABC):
                 f"out: {self.folder} holds a training with another {', '.join(changed)}; give "
                 "another --out, or remove that folder to start over"
             )
+        if "inputs" in mark:
+            inputs = self._inputs()
+            # Texts of an unfinished training are compared when they are tokenised: a file may be
+            # newer, and its text the same
+            names = inputs if mark.get("finished") else self.models
+            if changed := [name for name in names if mark["inputs"].get(name) != inputs.get(name)]:
+                raise self._of_other_inputs(changed)
         if mark.get("finished") and not self.out.is_dir():
             raise ConfigError(
                 f"out: {self.out} was trained and is gone; remove {self.folder} to train it again"
             )
         if not self.finished:
             check_folder(self.out, overwrite=True, reads=[self.source])
+
+    def _inputs(self) -> dict[str, str]:
+        """Return digests of the weights in folders, and of the sources of both texts."""
+        folders = {name: path for name, path in self.models.items() if Path(path).is_dir()}
+        digests = {
+            name: checkpoint.weights_digest(path, self._data) for name, path in folders.items()
+        }
+        train, held_out = self.cuts
+        texts = {"train_data": train.corpus, "eval_data": held_out.corpus}
+        return digests | {name: corpus.fingerprint for name, corpus in texts.items()}
+
+    def _of_other_inputs(self, names: Sequence[str]) -> ConfigError:
+        return ConfigError(
+            f"out: {self.folder} holds a training whose {', '.join(names)} had another content, "
+            "which has changed since; give another --out, or remove that folder to start over"
+        )
 
     @property
     def finished(self) -> bool:

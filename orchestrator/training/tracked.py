@@ -138,7 +138,11 @@ class TrackedTraining:
 
     def _tags(self) -> dict[str, str]:
         """Return what identifies the run."""
-        return {"headfold.kind": self._request.VERB, "headfold.folder": str(self._request.out)}
+        request = self._request
+        tags = {"headfold.kind": request.VERB, "headfold.folder": str(request.out)}
+        if identity := request.mark.get("id"):
+            tags["headfold.id"] = identity
+        return tags
 
     def _run(self, reports: Sequence[TrainingReport], status: str) -> TrackedRun:
         request = self._request

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import run_here
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM
 
 import headfold
@@ -110,6 +110,12 @@ def test_mistakes(demo_dir: Path, tiny_model: Any) -> None:
         headfold.convert(demo_dir, "0.5,0.25", recipe="gqa")
     with pytest.raises(DataError, match="column 'text', got columns \\['content'\\]; name its column as text_field"):
         headfold.convert(demo_dir, data=Dataset.from_dict({"content": ["a"]}))
+    with pytest.raises(
+        DataError, match=r"got 2 entries by name \(train, test\); give one of them, e.g. data\['train'\]"
+    ):
+        headfold.convert(
+            demo_dir, data=DatasetDict({name: Dataset.from_dict({"text": ["a"]}) for name in ("train", "test")})
+        )
     with pytest.raises(DataError, match="got int as item 1"):
         headfold.convert(demo_dir, data=["a", 1])
     with pytest.raises(ConfigError, match="tokenizer: this model was not loaded from a checkpoint"):

@@ -28,7 +28,7 @@ MESSAGES = [
     {"role": "user", "content": "And y?"},
     {"role": "assistant", "content": "def y():\n    pass"},
 ]
-SPANS = AnswerSpans(prompt=(1, 2), end=3)
+SPANS = AnswerSpans(prompt=(1, 2), ends=(3,))
 
 
 def chat_tokenizer(template: str = CHATML) -> Any:
@@ -54,6 +54,24 @@ def test_a_template_says_where_answers_begin_and_end() -> None:
     assert answers == "return x<|im_end|>def y():\n    pass<|im_end|>"
 
 
+def test_answers_with_a_header_and_an_end_that_is_only_the_last_one_s() -> None:
+    """As gpt-oss writes them: the prompt is less than what stands before an answer."""
+    template = (
+        "{% for m in messages %}<|start|>{{ m['role'] }}{% if m['role'] == 'assistant' %}<|channel|>final{% endif %}"
+        "<|message|>{{ m['content'] }}{% if loop.last and m['role'] == 'assistant' %}<|return|>{% else %}<|end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    tokenizer = chat_tokenizer(template)
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    spans = AnswerSpans.of(tokenizer)
+    assert sorted(tokenizer.decode(spans.ends).split("<")) == ["", "|end|>", "|return|>"]
+    ids = torch.from_numpy(tokenise([Conversation.of(MESSAGES, "messages")], tokenizer).ids).long()[None]
+    header = "<|channel|>final<|message|>"
+    answers = tokenizer.decode(ids[spans.mask(ids)])
+    assert answers == f"{header}return x<|end|>{header}def y():\n    pass<|return|>"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -61,6 +79,7 @@ def test_a_template_says_where_answers_begin_and_end() -> None:
         (CHATML.partition("{% if")[0], "add_generation_prompt"),
         (CHATML.replace("assistant\n", "assistant\n<think>\n"), "add_generation_prompt"),
         (CHATML.replace("<|im_end|>", "."), "special token"),
+        (CHATML.replace("m['content']", "m['content'] | upper"), "cannot be told from the rest"),
     ],
 )
 def test_a_template_that_hides_answers_is_refused(template: str, message: str) -> None:
@@ -80,7 +99,7 @@ def ids(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tens
     monkeypatch.setattr(predictions, "positions_at_once", lambda *_: request.param)
     ids = torch.randint(4, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     ids[0, 3:5] = torch.tensor(SPANS.prompt)
-    ids[0, 9] = SPANS.end
+    ids[0, 9] = SPANS.ends[0]
     ids[1, 10:12] = torch.tensor(SPANS.prompt)
     return ids
 

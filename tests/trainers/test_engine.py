@@ -110,6 +110,16 @@ def test_trains_as_plain_torch_does(engine: Any, tiny_model: Any, ids: Tensor, s
             torch.testing.assert_close(weights[name], tensor, atol=2e-4, rtol=0)
 
 
+def test_the_norm_of_gradients_is_that_before_clipping(engine: Any, ids: Tensor) -> None:
+    norms = []
+    for stage in (0, 1):
+        built = engine(zero_stage=stage)
+        assert built.gradient_norm is None
+        built.step(ids[:8], objective())
+        norms.append(built.gradient_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0] > 0
+
+
 def test_a_part_of_a_longer_training_takes_its_part_of_the_schedule(engine: Any, ids: Tensor) -> None:
     settings = TrainSettings(learning_rate=3e-3, warmup_fraction=0.25)
     built = engine(total_steps=12, schedule_offset=2, warmup_fraction=0.25)
@@ -276,6 +286,34 @@ def test_divergence_is_an_error_and_leaves_the_weights(engine: Any, ids: Tensor)
         train_model(built, BatchStream(ids, 8), steps=STEPS, loss_fn=lambda *batch: objective()(*batch) * math.nan)
     assert all(torch.equal(v, before[k]) for k, v in built.weights().items())
     assert built.steps_done == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_that_stay_without_a_norm_are_divergence(
+    engine: Any, tiny_model: Any, ids: Tensor, dtype: str
+) -> None:
+    """DeepSpeed leaves such steps out: without this the untrained weights would come out as trained."""
+    model, steps = tiny_model("llama"), iter([True, False, True, True, True])
+    model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan if next(steps) else gradient)
+    built, losses = engine(model, zero_stage=1, dtype=dtype), []
+    with pytest.raises(TrainingDiverged, match="step 5 of 6 is nan"):
+        losses = run(built, ids)
+    assert not losses and next(steps, None) is None
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_the_mean_over_answers_is_that_of_the_whole_step(engine: Any, ids: Tensor, micro_batch_size: int) -> None:
+    """However its sequences are divided: some pieces have no answer, which counts as none."""
+
+    def answers(batch: Tensor) -> Tensor:
+        return (batch < 24) & (batch[:, :1] % 2 == 0)
+
+    counts = [int(answers(row[None])[:, 1:].sum()) for row in ids[:8]]
+    assert 0 in counts and max(counts) > min(filter(None, counts))
+    built, whole = (engine(micro_batch_size=rows, zero_stage=0) for rows in (micro_batch_size, 8))
+    for _ in range(3):
+        loss = built.step(ids[:8], objective(answers=answers))
+        assert loss == pytest.approx(whole.step(ids[:8], objective(answers=answers)), abs=1e-4)
 
 
 def test_a_wrong_world_or_batch_is_refused(engine: Any, ids: Tensor) -> None:

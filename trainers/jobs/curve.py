@@ -48,12 +48,13 @@ class Curve:
         self._show = show
         self._file = folder / _NAME
         self._engine = engine
+        self._on_gpu = engine.device.type == "cuda"  # others may see one too
         self._workers = workers
         self._work = work
         self._written = 0.0
         self._tokens = 0
         self._seconds = 0.0
-        node_use()  # a share of CPU time is that since the call before
+        node_use(gpu=False)  # a share of CPU time is that since the call before
 
     def add(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """After a step of `tokens` tokens that took `seconds`."""
@@ -68,8 +69,8 @@ class Curve:
             "learning_rate": self._engine.last_rate,
             "gradient_norm": self._engine.gradient_norm,
         }
-        line |= node_use()
-        if (peak := peak_flops()) is not None:
+        line |= node_use(gpu=self._on_gpu)
+        if self._on_gpu and (peak := peak_flops()) is not None:
             line["mfu"] = speed * self._work.model / (peak * self._workers)
             line["hfu"] = speed * self._work.hardware / (peak * self._workers)
         with self._file.open("a", encoding="utf-8") as stream:
@@ -113,16 +114,16 @@ class CurveReader:
         return lines
 
 
-def node_use() -> dict[str, float]:
+def node_use(*, gpu: bool) -> dict[str, float]:
     """Measure the node of this process.
 
-    CPU in percent of all, memory in MB, and that of the process's GPU.
+    CPU in percent of all, memory in MB, and that of the process's GPU, if it trains on one.
     """
     used = {
         "cpu_percent": psutil.cpu_percent(),
         "memory_megabytes": psutil.virtual_memory().used / 1e6,
     }
-    if torch.cuda.is_available():
+    if gpu:
         free, total = torch.cuda.mem_get_info()
         used["gpu_memory_megabytes"] = (total - free) / 1e6
     return used

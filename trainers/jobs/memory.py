@@ -41,6 +41,23 @@ def lowered(settings: TrainSettings) -> TrainSettings | None:
     return None if rows is None else settings.model_copy(update={"micro_batch_size": rows})
 
 
+def _with_less(job: TrainJob) -> TrainJob | None:
+    """Return the job with fewer sequences at once, also in a relaxation of other settings.
+
+    None if it is one already in both.
+    """
+    settings = lowered(job.settings)
+    relaxation = job.relaxation
+    if relaxation is not None and relaxation.settings is not None:
+        smaller = lowered(relaxation.settings)
+        if settings is None and smaller is None:
+            return None
+        relaxation = replace(relaxation, settings=smaller or relaxation.settings)
+    elif settings is None:
+        return None
+    return replace(job, settings=settings or job.settings, relaxation=relaxation)
+
+
 def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
     """Make the job use a smaller micro-batch from its next start on.
 
@@ -51,7 +68,7 @@ def lower_micro_batch(job: TrainJob, cause: str, already: bool) -> None:
         JobOutOfMemoryError: Then, and if a single sequence is too much.
     """
     rows = job.settings.device_batch_size
-    if already or lowered(job.settings) is None:
+    if already or _with_less(job) is None:
         tried = ", which was lowered to already" if already else ""
         raise JobOutOfMemoryError(
             f"out of memory with micro_batch_size {rows}{tried}: {cause}; lower "
@@ -69,21 +86,19 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
     if not file.exists():
         return job, []
     rows = json.loads(file.read_text())["rows"]
-    settings = lowered(job.settings)
-    if rows != job.settings.device_batch_size or settings is None:
+    smaller = _with_less(job)
+    if rows != job.settings.device_batch_size or smaller is None:
         return job, []  # of a job with other settings
-    relaxation = job.relaxation
-    if relaxation is not None and relaxation.settings is not None:
-        relaxation = replace(
-            relaxation, settings=lowered(relaxation.settings) or relaxation.settings
+    settings = smaller.settings
+    if settings == job.settings:
+        message = f"out of memory in the relaxation, with micro_batch_size {rows} after it: halved"
+    else:
+        message = (
+            f"out of memory with micro_batch_size {rows}: trained with "
+            f"{settings.device_batch_size} and {settings.gradient_accumulation_steps} accumulation "
+            f"steps instead of {job.settings.gradient_accumulation_steps}"
         )
-    message = (
-        f"out of memory with micro_batch_size {rows}: trained with {settings.device_batch_size} "
-        f"and "
-        f"{settings.gradient_accumulation_steps} accumulation steps instead of "
-        f"{job.settings.gradient_accumulation_steps}"
-    )
-    return replace(job, settings=settings, relaxation=relaxation), [message]
+    return smaller, [message]
 
 
 def memory_note(job: TrainJob) -> Path:

@@ -86,8 +86,9 @@ class TrainJob:
 
     def __post_init__(self) -> None:
         steps = (self.start_step, *self.milestones)
+        # All steps may be those of a relaxation, before this job or as its beginning
         collapsed_only = self.milestones == (0,) and (
-            self.relaxation is not None or self.schedule_offset > 0
+            self.relaxation is not None or self.schedule_offset > 0 or self.total_steps == 0
         )
         if not collapsed_only and (not self.milestones or any(b <= a for a, b in pairwise(steps))):
             raise ValueError(

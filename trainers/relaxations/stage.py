@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan
-from trainers.loop import LossFunction
+from trainers.loop import CountedLoss, LossFunction
 from trainers.relaxations.base import RELAXATION_TRAINING, Relaxation, is_coarser, lifted
 from trainers.settings import TrainSettings
 
@@ -133,4 +133,6 @@ def relaxed_objective(
         relaxation.begin(now)
         return loss_fn(model, batch, rows) + relaxation.penalty(now)
 
+    if isinstance(loss_fn, CountedLoss):
+        return CountedLoss(objective, loss_fn.count)
     return objective

@@ -16,8 +16,8 @@ from torch import Tensor
 from trainers.text.corpora import Conversation, DataError
 from trainers.text.data import TextCut
 
-_QUESTION = {"role": "user", "content": "a"}
-_ANSWER = {"role": "assistant", "content": "b"}
+_QUESTION = {"role": "user", "content": "grapefruit"}
+_ANSWER = {"role": "assistant", "content": "porcupine"}  # words that no template has itself
 _REMEDY = "set train.assistant_only_loss to false"
 
 
@@ -26,11 +26,11 @@ class AnswerSpans(NamedTuple):
 
     Attributes:
         prompt: What stands before every answer.
-        end: What ends an answer.
+        ends: What ends an answer: some templates end the last turn otherwise than the others.
     """
 
     prompt: tuple[int, ...]
-    end: int
+    ends: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Any) -> AnswerSpans:
@@ -38,7 +38,8 @@ class AnswerSpans(NamedTuple):
 
         Raises:
             DataError: For a tokenizer without a template, and for a template that does not begin
-                an answer as it prompts for one, or ends it with an ordinary token.
+                an answer as it prompts for one, or ends it with an ordinary token, and where the
+                answers of a conversation are not what is found by these.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
@@ -59,13 +60,25 @@ class AnswerSpans(NamedTuple):
                 "train.assistant_only_loss: the chat template must begin an answer with the text "
                 f"by which it prompts for one (add_generation_prompt), and does not; {_REMEDY}"
             )
-        end = _ids(tokenizer, answer.removeprefix(_ANSWER["content"]))[:1]
-        if not end or end[0] not in _special_ids(tokenizer):
+        content = _ANSWER["content"]
+        text = tokenizer.apply_chat_template([_QUESTION, _ANSWER] * 2, tokenize=False)
+        ends = [tuple(_ids(tokenizer, rest)[:1]) for rest in text.split(content)[1:]]
+        special = _special_ids(tokenizer)
+        for end in ends:
+            if not special.issuperset(end) or not end:
+                raise DataError(
+                    "train.assistant_only_loss: the chat template must end an answer with a "
+                    f"special token, got {tokenizer.decode(end)!r}; {_REMEDY}"
+                )
+        spans = cls(tuple(ids[len(before) :]), tuple(sorted({end[0] for end in ends})))
+        conversation = torch.tensor([_ids(tokenizer, text)])
+        found = tokenizer.decode(conversation[spans.mask(conversation)])
+        if len(ends) != 2 or found.count(content) != 2 or _QUESTION["content"] in found:
             raise DataError(
-                "train.assistant_only_loss: the chat template must end an answer with a special "
-                f"token, got {tokenizer.decode(end)!r}; {_REMEDY}"
+                "train.assistant_only_loss: the answers of a conversation of two questions cannot "
+                f"be told from the rest with this chat template, got {found!r}; {_REMEDY}"
             )
-        return cls(tuple(ids[len(before) :]), end[0])
+        return spans
 
     def mask(self, ids: Tensor) -> Tensor:
         """Return which tokens belong to answers, `[B, T]` bool, the end included.
@@ -79,7 +92,7 @@ class AnswerSpans(NamedTuple):
             prompt_starts = (ids.unfold(1, len(self.prompt), 1) == prompt).all(-1)
             begins[:, len(self.prompt) :] = prompt_starts[:, :-1]
         ended = torch.zeros_like(begins)
-        ended[:, 1:] = ids[:, :-1] == self.end
+        ended[:, 1:] = torch.isin(ids[:, :-1], ids.new_tensor(self.ends))
         last_begin = torch.where(begins, index, -1).cummax(1).values
         last_end = torch.where(ended, index, -1).cummax(1).values
         return (last_begin >= 0) & (begins | (last_begin > last_end))

@@ -470,7 +470,7 @@ def _open(corpus: Corpus, *, paragraphs: bool) -> Any:
                     _paragraphs, gen_kwargs={"files": list(corpus.files)}
                 )
             options["sample_by"] = "paragraph" if len(corpus.files) < FEW_FILES else "document"
-        names = [str(f) for f in corpus.files]
+        names = [glob.escape(str(f)) for f in corpus.files]
         return load_dataset(
             builder, data_files={"train": names}, split="train", streaming=True, **options
         )
@@ -520,9 +520,14 @@ def _texts(stream: Any, text_field: str, corpus: Corpus) -> Iterator[str]:
 def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
     """Return the text of a record, or its `Conversation`."""
     name = text_field
-    if name not in row:
+    if row.get(name) is None:  # of a file with conversations too, the field is empty there
         name = next((chat for chat in CHAT_FIELDS if isinstance(row.get(chat), list)), "")
     if not name:
+        if text_field in row:
+            raise DataError(
+                f"{corpus.source}: expected text in field {text_field!r} or a conversation in "
+                f"{' or '.join(CHAT_FIELDS)} of every record, got one with neither; remove it"
+            )
         raise DataError(
             f"{corpus.source}: expected a field {text_field!r}, or a conversation in "
             f"{' or '.join(CHAT_FIELDS)}, got "

@@ -27,7 +27,7 @@ from attention.io.quantised.gguf_file import FLOATS, SUFFIX, GGUFFile
 from attention.io.quantised.packed import PlainTensors, method_of
 from attention.io.replacing import DIGESTS
 from attention.io.sources import CheckpointError, is_folder, only_cached, write_source_note
-from attention.io.stock_files import copy_files
+from attention.io.stock_files import GENERATION, TOKENIZER_FILES, copy_files
 from attention.io.weights import METHODS
 
 # Of a copy: another one is made anew
@@ -132,7 +132,8 @@ def _of_safetensors(
     dtype = DTYPES.get(
         str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), torch.bfloat16
     )
-    files = [origin / "config.json", *sorted(origin.glob(WEIGHTS))]
+    patterns = ("config.json", WEIGHTS, *TOKENIZER_FILES, GENERATION)
+    files = sorted({file for pattern in patterns for file in origin.glob(pattern)})
     folder = _place(cache, _name_of(source, origin), files, weights, _SAFETENSORS_FORMAT)
     plain = (
         PlainTensors.of(origin, fields["quantization_config"])

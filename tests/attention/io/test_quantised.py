@@ -488,6 +488,16 @@ def test_a_copy_follows_its_source_and_names_no_room(
         opened(file, tmp_path)
 
 
+def test_a_copy_follows_the_tokenizer_of_its_source(tiny_model: Tiny, tmp_path: Path) -> None:
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    folder = quantised(tiny_model, tmp_path / "model", settings, in_blocks(16, 16))
+    first = opened(folder, tmp_path, dequantize=True)
+    assert opened(folder, tmp_path, dequantize=True) == first
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    second = opened(folder, tmp_path, dequantize=True)
+    assert second != first and (Path(second) / "chat_template.jinja").is_file()
+
+
 def test_plain_sources_are_opened_themselves(tiny_model: Tiny, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     assert plain_checkpoint(tmp_path / "model", dequantize=True) == str(tmp_path / "model")

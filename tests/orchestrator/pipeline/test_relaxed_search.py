@@ -113,6 +113,15 @@ def test_a_relaxation_may_take_all_steps(context: TrialContext, tmp_path: Path, 
         assert job.after_relaxation("collapsed").milestones == milestones
 
 
+def test_a_fusion_stage_of_its_own_schedule_may_take_all_steps(
+    context: TrialContext, tmp_path: Path, demo_model
+) -> None:
+    (tmp_path / "plan.json").write_text(planned("dha", demo_model))
+    chosen = recipe("dha", **{"relaxation.fraction": 1.0, "relaxation.own_schedule": True})
+    rest = training_job(context, tmp_path, Candidate(chosen, 0.5, 1e-3), "t1").after_relaxation("collapsed")
+    assert (rest.milestones, rest.schedule_steps, rest.schedule_offset) == ((0,), 0, 0)
+
+
 def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_model) -> None:
     plans = PlanningContext(geometry_of(demo_model.config), lift(demo_model), model=demo_model)
     plan = make_plan(recipe("gqa"), 0.125, plans, np.random.default_rng(0))

@@ -184,6 +184,18 @@ def test_text_and_long_contexts_of_a_finalist_are_shown_with_the_others(
     assert json.loads(Path(file).read_text()) == [generation]
 
 
+def test_the_gate_judges_the_accuracies_of_named_filters() -> None:
+    def scores(strict: float, flexible: float) -> dict[str, dict[str, float]]:
+        named = {"exact_match.strict-match": strict, "exact_match.flexible-extract": flexible}
+        return {"gsm8k": {"exact_match_stderr.strict-match": 0.5, **named}}
+
+    measured: Any = {"tasks": {"original": scores(0.5, 0.75), "checkpoint": scores(0.5, 0.25)}}
+    too_large = ["task gsm8k, exact_match.flexible-extract: accuracy is 0.500 below the original's, allowed are 0"]
+    for limit, reasons in ((None, []), (0.5, []), (0.0, too_large)):
+        section = PromotionSection(tasks=["gsm8k"], max_task_drop=limit)
+        assert limit_violations(measured, section) == reasons
+
+
 def test_the_gate_judges_recall() -> None:
     def recall(*depths: float) -> dict[str, list[dict[str, float]]]:
         return {"64": [{"recall": one} for one in depths]}

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from attention.checkpoint import Checkpoint
 from orchestrator.config.schema import ConfigError, read_search_config
-from orchestrator.search.prepare import trial_context
+from orchestrator.search.prepare import _check_texts, _text_digests
 from orchestrator.search.texts import SearchTexts
 from trainers.text import corpora
 from trainers.text.data import TextCut, Texts
+from trainers.text.token_sets import write_sequences
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DEMO = REPOSITORY / "examples" / "stdlib-llama"
@@ -56,6 +58,18 @@ def test_large_files_and_what_comes_along_keep_their_token_sets(
 def test_a_search_that_was_begun_with_another_division_is_refused() -> None:
     texts: Any = SimpleNamespace(divisions={"train": "by_size", "eval": "by_size", "calibration": "twentieth"})
     prepared: Any = SimpleNamespace(texts=texts)
-    missing, original = cast(Any, None), cast(Any, {"loss": 2.0})
     with pytest.raises(ConfigError, match=r"data\.train: this search was begun by a version"):
-        trial_context(missing, prepared, missing, original)
+        _check_texts(prepared, cast(Any, {"loss": 2.0}))
+
+
+def test_a_search_whose_text_has_changed_is_refused(tmp_path: Path) -> None:
+    tokens = torch.arange(64).view(2, 32)
+    for name, rows in (("before", tokens), ("after", tokens + 1)):
+        write_sequences(rows, tmp_path / name, largest_id=100)
+    cuts = dict.fromkeys(("train", "eval", "calibration"), SimpleNamespace(source="texts.jsonl"))
+    prepared: Any = SimpleNamespace(texts=SimpleNamespace(cuts=cuts), files=dict.fromkeys(cuts, tmp_path / "before"))
+    original: Any = {"texts": _text_digests(prepared)}
+    _check_texts(prepared, original)
+    prepared.files["eval"] = tmp_path / "after"
+    with pytest.raises(ConfigError, match=r"data\.eval: the text of texts\.jsonl is another than when this search"):
+        _check_texts(prepared, original)

@@ -15,7 +15,7 @@ from attention.io import checkpoint
 from orchestrator import pipeline
 from orchestrator.cluster.capacity import Nodes
 from orchestrator.search import setup
-from orchestrator.search.prepare import trial_context
+from orchestrator.search.prepare import _text_digests, trial_context
 from orchestrator.tracking.runs import Tracker
 
 
@@ -87,7 +87,7 @@ def test_the_start_of_a_search(config: Path, calls: Counter[str], monkeypatch: p
     """All of it in the driver up to the trials, whose context is made too."""
 
     def begin(config: Any, prepared: Any, folder: Any, *_: Any) -> None:
-        original: Any = {"model": config.model.path, "loss": 2.0, "divisions": prepared.texts.divisions}
+        original: Any = {"model": config.model.path, "loss": 2.0, "texts": _text_digests(prepared)}
         trial_context(config, prepared, folder, original)
         raise TrialsBegin
 

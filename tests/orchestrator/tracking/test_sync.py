@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
+from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, KILLED, RUNNING
 from orchestrator.tracking import sync
-from orchestrator.tracking.errors import TrackingError
+from orchestrator.tracking.errors import TrackingError, is_away
+from orchestrator.tracking.registry import Registry
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
@@ -152,6 +156,34 @@ def test_a_trial_that_resumes_is_taken_up_in_its_run(tracker: Tracker, store: St
     assert tracker.client.get_run(run_id).info.status == "RUNNING"
     second.put(trial(0, status=DONE))
     check(tracker, 1)
+
+
+def test_a_new_search_in_a_folder_of_an_earlier_name_has_its_own_runs(
+    tracker: Tracker, store: Store, tmp_path: Path
+) -> None:
+    parents = set()
+    for _ in range(2):
+        folder = SearchFolder.fresh(tmp_path, "again")
+        assert parent_run(folder.root).key == parent_run(folder.root).key
+        sync = driver(tracker, store, folder.root)
+        tell(sync, 0)
+        parents.add(sync.parent_id)
+        shutil.rmtree(folder.root)
+    assert len(parents) == 2
+    assert all(len(tracker.children(parent)) == 1 for parent in parents)
+
+
+@pytest.mark.parametrize(("status", "away"), [(413, False), (404, False), (401, True), (429, True), (503, True)])
+def test_answers_over_http_that_stay_are_refusals(status: int, away: bool) -> None:
+    response = requests.Response()
+    response.status_code = status
+    assert is_away(requests.HTTPError("upload", response=response)) == away
+
+
+def test_what_the_registry_meets_is_reported_as_a_refusal(tracker: Tracker) -> None:
+    registry = Registry(tracker.uri, tracker.client)
+    with pytest.raises(TrackingError, match="refused small: 413 Client Error"), registry._requests("small"):
+        raise requests.HTTPError("413 Client Error")
 
 
 def test_what_the_store_refuses_does_not_hold_up_the_rest(

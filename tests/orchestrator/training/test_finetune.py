@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from command_line import run_here
 from parameters import extended
+from safetensors.torch import load_file, save_file
 from verbs import check_finetuning, evaluate_checkpoint, finetune_checkpoint
 
 from attention.conversion.convert import convert
@@ -17,6 +19,7 @@ from attention.io import checkpoint
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
+from orchestrator.tasks.finetune import FinetuneRequest
 from orchestrator.tracking.runs import default_uri, open_client
 
 UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
@@ -168,6 +171,44 @@ def test_a_training_that_was_begun_with_half_of_the_divergence_resumes_with_it(
     another = {"overrides": [*ASKED["overrides"], "train.distillation_weight=1.0"]}
     with pytest.raises(ConfigError, match="holds a training with another settings"):
         check_finetuning(models["converted"], out, **{**given, **another})
+
+
+def test_a_training_of_other_weights_or_another_text_is_not_continued(
+    models: dict[str, Path], little_text: str, tmp_path: Path
+) -> None:
+    model, text, out = tmp_path / "model", tmp_path / "texts.jsonl", tmp_path / "out"
+    shutil.copytree(models["stock"], model)
+    shutil.copy(little_text, text)
+    requested = ASKED | {"train_data": str(text)}
+    request = check_finetuning(model, out, **requested)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FinetuneRequest, "prepare", lambda *_: {"parameters": 1, "folder": str(model), "teacher": None})
+        request.make_job()
+        check_finetuning(model, out, **requested).make_job()  # the same again continues
+        with text.open("a") as stream:
+            stream.write(json.dumps({"text": "a new document " * 9000}) + "\n")
+        changed = check_finetuning(model, out, **requested)  # a file may be newer, and its text the same
+        with pytest.raises(ConfigError, match="holds a training whose text had another content"):
+            changed.make_job()
+    weights = load_file(model / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="holds a training whose model had another content"):
+        check_finetuning(model, out, **requested)
+
+
+def test_a_finished_training_is_of_its_model_and_its_texts(
+    models: dict[str, Path], little_text: str, tmp_path: Path
+) -> None:
+    text, out = tmp_path / "texts.jsonl", tmp_path / "out"
+    shutil.copy(little_text, text)
+    requested = ASKED | {"train_data": str(text)}
+    request = check_finetuning(models["stock"], out, **requested)
+    request.note(inputs=request._inputs(), finished=True, weights_digest=checkpoint.weights_digest(models["stock"]))
+    shutil.copytree(models["stock"], out)
+    assert check_finetuning(models["stock"], out, **requested).finished
+    text.write_text(text.read_text() + json.dumps({"text": "more"}) + "\n")
+    with pytest.raises(ConfigError, match="holds a training whose train_data, eval_data had another content"):
+        check_finetuning(models["stock"], out, **requested)
 
 
 def test_what_it_would_write_over_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

@@ -254,6 +254,17 @@ def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     assert as_it_fits(single) == (single, [])  # the note is of other settings
 
 
+def test_a_relaxation_of_more_sequences_can_be_lowered_alone(job: TrainJob, tmp_path: Path) -> None:
+    halved = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 0, 1, 1)),) * 2, head_dim=8)
+    spec = RelaxationSpec("lagrangian", (halved.to_json(),), 4, settings=TrainSettings(batch_size=8))
+    settings = TrainSettings(batch_size=1)
+    one = replace(job, out_dir=str(tmp_path / "out"), settings=settings, relaxation=spec, teacher_dir=job.model_dir)
+    lower_micro_batch(one, "full", already=False)
+    fitting, notes = as_it_fits(one)
+    assert fitting.settings == settings and fitting.relaxation_settings.micro_batch_size == 4
+    assert notes == ["out of memory in the relaxation, with micro_batch_size 1 after it: halved"]
+
+
 def test_divergence_reports_step_and_loss(other: TrainJob) -> None:
     broken = checkpoint.load(other.model_dir)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def test_token_sets_of_a_tokenizer_without_beginning_keep_their_names(jsonl: str
     }
 
 
+def test_token_sets_of_another_chat_template_have_another_name(jsonl: str, chat_tokenizer: Any, tmp_path: Path) -> None:
+    cut = TextCut(jsonl, "train", 1024, 64)
+    other = copy.deepcopy(chat_tokenizer)
+    assert cut.folder(other, tmp_path) == cut.folder(chat_tokenizer, tmp_path)
+    other.chat_template = "{{ messages[0]['content'] }}"
+    assert cut.folder(other, tmp_path) != cut.folder(chat_tokenizer, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def jsonl(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write(tmp_path_factory.mktemp("text") / "texts.jsonl", [document(n, 100) for n in range(160)])
@@ -157,6 +166,25 @@ def test_conversations_of_either_form_go_through_the_template(tmp_path: Path, ch
         assert documents == expected
         loaded = Texts(str(file), text_field=named).load(chat_tokenizer, 512)
         assert (loaded.calibration[:, 0] == BEGINNING).all()
+
+
+def test_one_file_may_have_text_and_conversations(tmp_path: Path) -> None:
+    file = tmp_path / "both.jsonl"
+    spoken = [{"role": "user", "content": "what?"}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in ({"text": "plain"}, {"messages": spoken})))
+    plain, conversation = resolve(str(file)).documents("all", "text", None)
+    assert (plain, json.loads(conversation)) == ("plain", spoken)
+    file.write_text("".join(json.dumps(record) + "\n" for record in ({"text": "plain"}, {"title": "a"})))
+    with pytest.raises(DataError, match="or a conversation in .* of every record, got one with neither"):
+        list(resolve(str(file)).documents("all", "text", None))
+
+
+@pytest.mark.parametrize("name", ["data [v2]", "any*"])
+def test_names_are_no_patterns(tmp_path: Path, name: str) -> None:
+    for folder in (name, "anything"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "t.jsonl", [f"a text in {folder}"])
+    assert all_documents(str(tmp_path / name), "all", "twentieth") == [f"a text in {name}"]
 
 
 def _ids(text: str, tokenizer: Any) -> list[int]:
