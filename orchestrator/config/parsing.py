@@ -163,7 +163,9 @@ def _explain(item: Any, root: type[BaseModel]) -> str:
     message: str = IN_WORDS.get(item["type"]) or item["msg"].removeprefix("Value error, ")
     if item["type"] == "literal_error":
         message += did_you_mean(item["input"], re.findall("'(.*?)'", item["ctx"]["expected"]))
-    return f"{path}: got {shown(item['input'])}; {message[:1].lower()}{message[1:]}"
+    message = f"{message[:1].lower()}{message[1:]}"
+    # Of the section as a whole the values are in the message
+    return f"{path}: got {shown(item['input'])}; {message}" if path else message
 
 
 def _fields_at(location: Sequence[Any], root: type[BaseModel]) -> Iterable[str]:

@@ -359,12 +359,16 @@ def _recipe(config: SearchConfig, arm: ArmSection) -> Recipe:
             else where
         )
         raise ConfigError(f"{key}: {cut(str(error))}") from None
-    steps, last = recipe.knobs("relaxation").get("steps", 0), config.rungs.steps[-1]
-    if steps >= max(last, 1) and last:
+    _check_relaxation_steps(config, where, recipe.knobs("relaxation").get("steps", 0))
+    return replace(recipe, name=arm.name)
+
+
+def _check_relaxation_steps(config: SearchConfig, where: str, steps: Any) -> None:
+    last = config.rungs.steps[-1]
+    if isinstance(steps, int) and last and steps >= last:
         raise ConfigError(
             f"{where}: relaxation.steps must be below the last of rungs.steps, {last}, got {steps}"
         )
-    return replace(recipe, name=arm.name)
 
 
 def engine_form(config: SearchConfig, model: Checkpoint) -> EngineForm | None:
@@ -444,6 +448,7 @@ def candidate_space(
             for name, value in section.params.items()
             if not name.startswith(OF_SEARCHER)
         }
+        _check_relaxation_steps(config, "search.params", params.get("relaxation.steps", 0))
         choices, strict = section.search_space, section.strict
         joint = JointSpace(
             ratios, geometry, choices=choices, settings=params, engine=engine, strict=strict

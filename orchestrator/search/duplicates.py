@@ -64,7 +64,7 @@ class CopyingSearcher(ResumableSearcher):
     def __init__(self, searcher: ResumableSearcher, copies: Mapping[str, str]) -> None:
         super().__init__(searcher.total)
         self.searcher, self._copies = searcher, copies
-        self._last: dict[str, dict] = {}
+        self._reports: dict[str, list[dict]] = {}
         self._ends: dict[str, tuple[dict | None, bool]] = {}
         self._waiting: dict[str, list[str]] = {}
 
@@ -78,7 +78,7 @@ class CopyingSearcher(ResumableSearcher):
         self.searcher.add_trial(trial_id, config)
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
-        self._last[trial_id] = result
+        self._reports.setdefault(trial_id, []).append(result)
         for each in (trial_id, *self._waiting.get(trial_id, ())):
             self.searcher.on_trial_result(each, result)
 
@@ -91,8 +91,8 @@ class CopyingSearcher(ResumableSearcher):
             for each in (trial_id, *self._waiting.pop(trial_id, ())):
                 self.searcher.on_trial_complete(each, result, error)
             return
-        if first in self._last:
-            self.searcher.on_trial_result(trial_id, self._last[first])
+        for report in self._reports.get(first, ()):
+            self.searcher.on_trial_result(trial_id, report)
         if first in self._ends:
             self.searcher.on_trial_complete(trial_id, *self._ends[first])
         else:

@@ -98,9 +98,12 @@ class JournaledScheduler(FIFOScheduler):
             return TrialScheduler.CONTINUE
         key = (trial.trial_id, int(result["step"]))
         if key in self._history.decisions:
-            # A trial that was paused and runs again was chosen to continue
-            stopped = self._history.decisions[key] == TrialScheduler.STOP
-            return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
+            # A trial that was paused and runs again was chosen to continue, unless its process has
+            # died before the pause
+            decision = self._history.decisions[key]
+            waits = trial.trial_id in self._history.paused
+            chosen = decision == TrialScheduler.PAUSE and not waits
+            return TrialScheduler.CONTINUE if chosen else decision
         report = result_of(result)
         decision = self.inner.on_trial_result(tune_controller, trial, report)
         if trial.trial_id in self.inner.copies:
@@ -123,6 +126,8 @@ class JournaledScheduler(FIFOScheduler):
         self.inner.on_trial_remove(tune_controller, trial)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
+        if self._journal.failed is not None:  # an error elsewhere is only logged by Tune
+            raise JournalError(self._journal.failed)
         chosen = self.inner.choose_trial_to_run(tune_controller)
         if chosen is not None and chosen.trial_id in self._history.paused:
             self._journal.append(events.ADVANCE, trial=chosen.trial_id)

@@ -143,7 +143,9 @@ class SearchSetup:
             measured += left * config.data.eval.tokens
         phases = search_phase_candidates(config, problem.named)
         phase_steps = sum(each.recipe.knobs("objective")["steps"] for each in phases)
-        promotion, ratios = config.promotion, len(config.search.kv_ratios or config.search.kv_heads)
+        promotion = config.promotion
+        drawn = problem.space.joint.kv_ratios if problem.samples else ()
+        ratios = len({*(candidate.kv_ratio for candidate in problem.named), *map(float, drawn)})
         # Candidates, and the baseline at each KV ratio
         trainings = ratios * (2 if promotion.select == "front" else promotion.top + 1)
         trainings *= promotion.enabled and promotion.steps > 0

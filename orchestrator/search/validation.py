@@ -13,6 +13,7 @@ from attention.io.targets import target
 from orchestrator import checkpoints
 from orchestrator.cluster.capacity import search_concurrency
 from orchestrator.cluster.session import local_nodes, starts_ray
+from orchestrator.config.parsing import parse_section, shown
 from orchestrator.config.schema import (
     ConfigError,
     SearchConfig,
@@ -34,6 +35,7 @@ from orchestrator.serving.engine import EngineError
 from orchestrator.serving.engines import engine
 from orchestrator.storage.paths import check_writable, storage_path
 from orchestrator.tracking.wandb_trials import check_wandb
+from trainers.settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def check_search(config: SearchConfig) -> Prepared:
         teacher = checkpoints.open_checkpoint(config.model.teacher, "model.teacher")
         _check_length(length, config.model.teacher, teacher.geometry)
         checkpoints.check_same_vocabulary(teacher, model, "model.teacher")
+    check_recoveries(setup)
     check_searcher(config, setup.problem)
     check_scheduler(config)
     check_training(config.train)
@@ -122,6 +125,16 @@ def check_search(config: SearchConfig) -> Prepared:
     check_writable(storage)
     texts = SearchTexts.check(config, model, storage / "cache" / "tokens")
     return Prepared(setup, texts, tuple(texts.complete()), storage / "cache")
+
+
+def check_recoveries(setup: SearchSetup) -> None:
+    """Raise ConfigError for a candidate whose training the other settings do not allow."""
+    config = setup.config
+    for name, section in (("train", config.train), ("promotion", config.promotion_train)):
+        for candidate in setup.problem.named:
+            changes = candidate.recipe.apply("recovery")
+            where = f"{name} with search.recipes: {candidate.recipe.name} ({shown(changes)})"
+            parse_section(TrainSettings, section.model_dump() | changes, where)
 
 
 def check_accelerators(setup: SearchSetup) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from attention.base.cache import cache_folder
 from orchestrator import checkpoints
 from orchestrator.config.options import InspectOptions
+from orchestrator.config.schema import ConfigError
 from orchestrator.conversion.inspection import (
     COMPARED,
     InspectionRecord,
@@ -29,6 +30,8 @@ from orchestrator.tasks.task import Task, advise_text, require
 from search_spaces.recipes.recipe import Recipe
 
 INSPECTED_RATIOS = (0.5, 0.25)
+FEWEST_HEADS = 3
+"""KV heads of a checkpoint whose groups can be changed (`search_spaces.planning.agreement`)."""
 
 
 class Inspect(Task[InspectOptions, InspectionRecord]):
@@ -60,6 +63,11 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
             default=INSPECTED_RATIOS,
             key="checkpoint",
         )
+        if options.agreement and (count := opened.geometry.num_kv_heads) < FEWEST_HEADS:
+            raise ConfigError(
+                f"agreement: expected a checkpoint with at least {FEWEST_HEADS} KV heads, whose "
+                f"groups can be changed, got {count}; leave it out"
+            )
         recipe = sensitivity_recipe(options.recipe, options.counts, options.recipe_settings)
         require(self.compared)
         cache = Path(options.cache_dir or cache_folder())

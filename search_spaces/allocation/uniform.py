@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from attention.ratios import ROUNDING
 from search_spaces.allocation.problem import AllocationProblem, Counts
 from search_spaces.axes import ALLOCATION
 
@@ -29,7 +30,7 @@ def uniform(
         admissible = [g for g in range(1, stored + 1) if stored % g == 0]
     exact = float(kv_ratio) * stored
     count = round(exact)
-    if abs(exact - count) > 1e-6 or count not in admissible:
+    if abs(exact - count) > ROUNDING * stored or count not in admissible:
         ratios = ", ".join(f"{units_kept / stored:.8g}" for units_kept in sorted(admissible))
         raise ValueError(
             f"kv_ratio {float(kv_ratio):.4g} of {stored} heads is {exact:.4g} heads per layer, "

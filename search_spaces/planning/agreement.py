@@ -71,7 +71,7 @@ def agreement(
     Heads are mean-pooled; all other sites stay as they are.
 
     Args:
-        groups: Half of the units by default.
+        groups: By default half of the units, 2 at least.
         moves: Different partitions a site, at most.
         tokens: Calibration tokens for either score.
 
@@ -79,7 +79,7 @@ def agreement(
         ValueError: Without model, sequences or calibration, or if there are no moves to compare.
     """
     count = len(context.units)
-    groups = count // 2 if groups is None else groups
+    groups = max(2, count // 2) if groups is None else groups
     if not 1 < groups < count:
         raise ValueError(
             f"{count} KV heads in {groups} groups leave nothing to swap; give 2 to {count - 1} "

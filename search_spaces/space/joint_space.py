@@ -25,7 +25,7 @@ from search_spaces.planning.widths import MOST_DIMS, most_width
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import WIDEST
-from search_spaces.recipes.rules import broken_rules, makes_equal_groups
+from search_spaces.recipes.rules import broken_rules, keeps_everything, makes_equal_groups
 from search_spaces.site import FUSION_DISTANCES
 from search_spaces.space.domains import FIELD_ORDER, Domain, SpacePoint, by_field
 
@@ -75,6 +75,8 @@ class JointSpace:
         default_factory=dict[tuple[Any, ...], str | None], repr=False
     )
     _ceilings: set[float | Fraction] = field(default_factory=set[float | Fraction], repr=False)
+    # Whether candidates that change nothing are proposed
+    _whole_is_allowed: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         if not self.kv_ratios:
@@ -111,7 +113,7 @@ class JointSpace:
                     f"{name}: expected at least one of {list(self._options[name])}, got an empty "
                     f"list"
                 )
-            unknown = [c for c in allowed if c not in self._options[name]]
+            unknown = [c for c in allowed if not _is_among(c, self._options[name])]
             if unknown:
                 options = list(self._options[name])
                 raise ValueError(
@@ -128,8 +130,12 @@ class JointSpace:
         for ratio in () if self.strict else self.kv_ratios:
             if not self._can_finish({"kv_ratio": ratio}):
                 self._ceilings.add(ratio)
-        self._feasible.clear()
         self._budgets.clear()
+        self._feasible.clear()
+        self._whole_is_allowed = False
+        if not self._can_finish({}):  # where there are no others
+            self._whole_is_allowed = True
+            self._feasible.clear()
         if not self._can_finish({}):
             raise ValueError(
                 f"nothing can be proposed for kv_ratios {[float(r) for r in self.kv_ratios]} and "
@@ -229,6 +235,9 @@ class JointSpace:
         if self.engine is not None:
             equal = "grouping" in full and makes_equal_groups(full["grouping"], self.settings)
             reasons += self.engine.refusals(full, equal_groups=equal)
+        if not self._whole_is_allowed and {"sharing", "composition", "kv_ratio"} <= set(full):
+            whole = keeps_everything(full["sharing"], full["composition"], full["kv_ratio"])
+            reasons += [whole] if whole else []
         needed = {"kv_ratio", "grouping", "objective", "allocation", "width"}
         if not reasons and self.geometry is not None and needed <= set(full):
             reason = self._over_budget(full)
@@ -346,6 +355,11 @@ class JointSpace:
                     owner.check(value)
                 except ValueError as error:
                     raise ValueError(f"settings: {axis}.{error}") from None
+
+
+def _is_among(choice: Any, options: Sequence[Any]) -> bool:
+    """Whether a choice is one of the options, and of its type: 1 is not True."""
+    return any(type(choice) is type(option) and choice == option for option in options)
 
 
 def _twice_the_same(full: SpacePoint) -> list[str]:

@@ -105,7 +105,7 @@ class RungScheduler(FIFOScheduler):
         super().__init__()
         self.problem, self.slots = problem, Slots()
         self._decisions: dict[tuple[str, int], str] = {}
-        self._works: dict[str, str] = {}
+        self._works: dict[tuple[str, float], str] = {}
         self.copies: dict[str, str] = {}
 
     # ---- for subclasses --------------------------------------------------------------------------
@@ -183,11 +183,12 @@ class RungScheduler(FIFOScheduler):
     def _is_copy(self, trial: Any, work: str | None) -> bool:
         """Return whether another trial, the first with this work, does this work.
 
-        A protected trial always does its own.
+        A protected trial always does its own, and so does one at another KV ratio, whose trials are
+        compared with each other.
         """
         if work is None:
             return False
-        first = self._works.setdefault(work, trial.trial_id)
+        first = self._works.setdefault((work, trial.config.get("kv_ratio")), trial.trial_id)
         if first == trial.trial_id or self._protected(trial):
             return False
         self.copies[trial.trial_id] = first

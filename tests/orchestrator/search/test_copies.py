@@ -28,7 +28,7 @@ from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.search.trials.context import TrialContext, training_job
 from orchestrator.storage import records
-from orchestrator.storage.journal import History, Journal, load_trials, read_history
+from orchestrator.storage.journal import History, Journal, JournalError, load_trials, read_history
 from orchestrator.storage.records import COPY, DONE, FAILED, TrialRecord, front
 from search_spaces.recipes.catalogue import recipe
 from trainers.settings import TrainSettings
@@ -155,8 +155,36 @@ def test_the_searcher_is_given_the_result_of_the_first(tmp_path: Path) -> None:
     search.search.on_trial_complete("t0", {"loss": 2.0, "rung": 2})
     assert search.searcher.of("t1") == [3.0, 2.5, 2.0, "ended"]
     assert search.report(2, 0, 3.0, work_digest="x") == TrialScheduler.STOP
-    assert search.searcher.of("t2") == [2.0, "ended"]
+    assert search.searcher.of("t2") == [3.0, 2.5, 2.0, "ended"], "whose best may be any of them"
     assert copies_in(search.history) == {"t1": "t0", "t2": "t0"}
+
+
+def test_trials_of_another_ratio_do_their_own_work(tmp_path: Path) -> None:
+    """Of two ceilings with one plan each has its best trial."""
+    search = Search(tmp_path)
+    for number in range(3):
+        search.start(number)
+    search.trials[1].config = CONFIG | {"kv_ratio": 0.75}
+    decisions = [search.report(number, 0, 3.0, work_digest="x") for number in range(3)]
+    assert decisions == [TrialScheduler.CONTINUE, TrialScheduler.CONTINUE, TrialScheduler.STOP]
+
+
+def test_a_trial_whose_process_dies_before_its_pause_pauses_when_it_reports_again(tmp_path: Path) -> None:
+    search = Search(tmp_path)
+    search.start(0)
+    search.report(0, 0, 3.0)
+    search.history.decisions["t0", 0] = TrialScheduler.PAUSE
+    search.history.paused.add("t0")
+    assert search.report(0, 0, 3.0) == TrialScheduler.PAUSE
+    search.history.paused.discard("t0")  # it was chosen to continue
+    assert search.report(0, 0, 3.0) == TrialScheduler.CONTINUE
+
+
+def test_a_search_whose_journal_has_failed_ends(tmp_path: Path) -> None:
+    search = Search(tmp_path)
+    search.journal.failed = "the disk is full"
+    with pytest.raises(JournalError, match="the disk is full"):
+        search.scheduler.choose_trial_to_run(None)
 
 
 def test_a_resumed_search_knows_its_copies(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from search_spaces.axes import ALLOCATION
 def test_uniform() -> None:
     assert uniform(3, 8, 0.25) == ((2, 2), (2, 2), (2, 2))
     assert uniform(1, 6, 1 / 3) == ((2, 2),)
+    assert uniform(1, 3, 0.333333) == uniform(1, 3, 0.3333333) == ((1, 1),), "as typed"
     assert uniform(2, 5, 1.0) == ((5, 5), (5, 5))
 
 

@@ -64,6 +64,11 @@ def test_every_site_is_measured_both_ways(
 def test_nothing_to_swap_is_reported(make_context) -> None:
     with pytest.raises(ValueError, match="leave nothing to swap"):
         agreement(make_context("llama", num_key_value_heads=2), np.random.default_rng(0))
+    three = replace(
+        make_context("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24), calibration=None
+    )
+    with pytest.raises(ValueError, match="calibrate"):  # of three heads two groups can be changed
+        agreement(three, np.random.default_rng(0))
     with pytest.raises(ValueError, match="calibrate"):
         agreement(replace(make_context("llama"), calibration=None), np.random.default_rng(0))
 

@@ -17,7 +17,7 @@ from search_spaces.axes import GROUPING
 from search_spaces.planning.budgets import check_budget
 from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import AXES, Recipe, RecipeError, recipe
-from search_spaces.recipes.rules import broken_rules
+from search_spaces.recipes.rules import broken_rules, keeps_everything, makes_equal_groups
 from search_spaces.space.domains import FIELD_ORDER, Domain
 from search_spaces.space.joint_space import NOT_UNASKED, JointSpace
 
@@ -149,6 +149,22 @@ def test_parts_that_lack_what_they_need_are_left_out(geometry) -> None:
     bare = JointSpace([0.5], geometry, provided=())
     for point in points(bare):
         assert not bare.to_recipe(point)[0].needs & {"statistics", "model"}
+
+
+def test_nothing_that_changes_nothing_is_proposed(geometry) -> None:
+    space = JointSpace([1.0, 0.5], geometry, choices={"sharing": ["none", "direct"]})
+    generator, whole = np.random.default_rng(0), 0
+    for _ in range(100):
+        drawn, ratio = space.to_recipe(space.sample(generator))
+        assert keeps_everything(drawn.sharing, drawn.composition, ratio) is None
+        whole += ratio == 1
+    assert whole, "at 1 there are those that share scores"
+
+
+def test_groups_are_equal_only_where_the_grouping_says_so() -> None:
+    fixed = {"grouping.equal_sizes": True}
+    assert makes_equal_groups("exact", fixed) and not makes_equal_groups("walk_asymmetric", fixed)
+    assert not makes_equal_groups("exact", {"grouping.equal_sizes": False})
 
 
 def test_budgets_that_only_some_groupings_meet(geometry) -> None:
