@@ -4,8 +4,8 @@
     headfold convert --model MODEL --kv-ratio 0.5 --data sampled.jsonl --eval-data builtin --out half
 
 Each document begins with the token that begins a text and is sampled at temperature 1, so the text has the kinds and
-proportions that the model learned. docs/real.md compares it with other calibration text. Calibration without data is
-of Liu et al. 2023, LLM-QAT, arXiv:2305.17888.
+proportions that the model learned. benchmarks/LOG.md compares it with other calibration text. Calibration without
+data is of Liu et al. 2023, LLM-QAT, arXiv:2305.17888.
 """
 
 from __future__ import annotations

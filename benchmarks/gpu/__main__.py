@@ -87,7 +87,7 @@ def child(arguments: argparse.Namespace, name: str, seconds: float) -> dict[str,
         if file.exists():
             answer = json.loads(file.read_text(encoding="utf-8"))
         if late:
-            answer["late"] = f"it took more than {seconds:.0f} s"
+            answer["late"] = f"it took more than {seconds:.0f} s, the limit of this run (`--part-seconds`)"
         elif process.returncode:
             lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
             answer["failed"] = (lines or [f"exit code {process.returncode}"])[-1][:1000]

@@ -51,22 +51,26 @@ CORE = (
     "search",
 )
 """Default parts: from the model to a search, without the long comparisons."""
+_LARGEST = "The conversions are those to 67% of the KV heads."
 ABOUT = {
     "fetch": "Downloaded from a package index.",
     "defaults": "`headfold convert --model FILE --kv-ratio 0.5 --out half`, then `headfold export half --target gguf "
-    "--check --out half-gguf`: 16,384 tokens of the built-in text in sequences of 2,048.",
+    "--check --out half-gguf`: 16,384 tokens of the built-in text in sequences of 2,048. "
+    "Measured before `auto` compared wide heads: at 67% it may now choose `headfold_wide`.",
     "inspect": "What each layer loses with fewer KV heads, as a page with figures.",
     "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-types`); bytes relative to the "
     "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; with two "
     "names the first is the keys' format and the second the values'.",
-    "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence compared with the original.",
-    "vLLM": "The same by target `vllm`, on a CPU: compared in float32, timed in bfloat16.",
+    "llama.cpp": "`headfold export --target gguf --check`, and the speed of one sequence compared with the original. "
+    f"{_LARGEST}",
+    "vLLM": f"The same by target `vllm`, on a CPU: compared in float32, timed in bfloat16. {_LARGEST}",
     "engine_caches": "`headfold evaluate --engine llama.cpp --cache-types`: losses from the engine's own "
     "log-probabilities on 2,048 tokens, bytes from its log; increase and share relative to the original in f16.",
     "long_context": "A line with a value is hidden at five depths of held-out text; *recall* is how often the hidden "
-    "one of four values is the likeliest. Chance is 25%.",
-    "generations": "Greedy, through the chat template; the answers of the original and of each conversion.",
-    "other_text": "The test file of WikiText-2, which neither calibration nor the local fit has seen.",
+    "one of four values is the likeliest. Chance is 25%. "
+    f"{_LARGEST}",
+    "generations": f"Greedy, through the chat template; the answers of the original and of each conversion. {_LARGEST}",
+    "other_text": f"The test file of WikiText-2, which neither calibration nor the local fit has seen. {_LARGEST}",
     "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on that and on the test file "
     "of WikiText-2; *other text* is WikiText-2's validation file.",
     "other_formats": "Conversions that are calibrated on 32,768 tokens of that kind, and the original.",
@@ -85,16 +89,17 @@ HEAD = """# A public model: SmolLM2-135M-Instruct
 [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) is small, but real: 30 layers, 9
 query heads on 3 KV heads of 64, a vocabulary of 49,152 tokens, a context of 8,192, a chat template. It is a 4-bit
 GGUF file in a Python package (Apache-2.0); all numbers here include the rounding of that file, since they compare the
-model with itself. Only the conversions of the last three parts are trained.
+model with itself. Only the finetuned, searched and promoted models are trained.
 
 Unless a table says otherwise the text is the built-in mix of prose and code: 8,192 tokens to calibrate on and as many
 held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your own
 text](howto/own-data.md) for numbers on your use. *Increase* is that of the held-out loss in nats per token, with
-the standard error of the paired difference. *Minutes* are of one command, for all its sizes, with other work on the
-same cores, as is the time of a part below its table (that of the last run, if a search was continued): an idle machine
-takes less. Parts of 2026-11-28 were measured on two cores without AVX-512, which take two to three times as long as the
-others. Until that day Headfold split white space before digits otherwise than the model's tokenizer: 1.3 % of the
-built-in text's tokens are others here, none of WikiText-2's ([log](../benchmarks/LOG.md)).
+the standard error of the paired difference. *Minutes* is the time of one command for all its sizes, and the time below
+a table that of the whole part, both on cores that did other work too; an idle machine is faster. If a search was
+continued, it is the time of the last run. Parts of 2026-11-28 were measured on two cores without AVX-512, which take
+two to three times as long as the others. Until that day Headfold split white space before digits otherwise than the
+model's tokenizer: for 1.3 % of the built-in text's tokens, this page was measured with other tokens, and for none of
+WikiText-2's ([log](../benchmarks/LOG.md)). *With changes* after a commit: the checkout had uncommitted changes.
 
 """
 HOW = """
@@ -111,8 +116,8 @@ python examples/real/smollm2.py  # only the model at some sizes
 {core}
 
 Each part runs the commands of `headfold` that a user would type, prints them, and is recorded when it has finished; the
-JSON of every command and the converted models are in `runs/real`. `make real ARGS="--again formats"` records a part
-again.
+JSON of every command and the converted models are in `runs/real` (6 GB, 25 GB during the search). `make real
+ARGS="--again formats"` records a part again.
 """
 
 

@@ -2,8 +2,8 @@
 
     python examples/real/smollm2.py [--quick] [--folder FOLDER]
 
-The model is downloaded (94 MiB, Apache-2.0). These are the first two parts of `make real`, which measures more of it;
-the options are those of `python -m benchmarks.real`, and the numbers are in docs/real.md.
+The model is downloaded (94 MiB, Apache-2.0). These are the parts `fetch` and `defaults` of `make real`, which measures
+more of it; the options are those of `python -m benchmarks.real`, and the numbers are in docs/real.md.
 """
 
 from __future__ import annotations

@@ -164,17 +164,15 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
                 "  recipes: [gqa, {recipe: headfold_gqa, params: {refinement.fit_steps: 20}}]    "
                 "# the baseline first\n"
                 f"  {self.kv_ratios}\n"
-                "  learning_rates: [1.0e-5]"
+                f"  learning_rates: [{self.rates[0]}]"
             )
         lines = [
             f"searcher: {'grid' if self.small or large else 'optuna'}",
             f"recipes: [{', '.join(['gqa', 'headfold_gqa', *layers, *relaxing])}]    # the "
             "baseline first",
             self.kv_ratios,
-            "learning_rates: [1.0e-5]    # higher rates harm what converts well"
-            if self.small
-            else "learning_rates: [1.0e-5, 3.0e-5]    # each recipe at its best; higher rates harm "
-            "what converts well",
+            f"learning_rates: [{', '.join(self.rates[:1] if self.small else self.rates)}]    # "
+            f"{self.about_rates}",
         ]
         if not self.small and not large:
             exact = ["exact"] if g.num_kv_heads <= EXACT else []
@@ -257,6 +255,23 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         return f"kv_ratios: {ratios}    # {heads} of its {count} KV heads per layer"
 
     @property
+    def rates(self) -> tuple[str, str]:
+        """Two learning rates, the one to try first before the other."""
+        if not self.teaches:
+            return "1.0e-5", "3.0e-5"
+        if not self.trains_all_weights:
+            return "3.0e-4", "1.0e-4"
+        return ("1.0e-4", "3.0e-5") if self.parameters < BILLION else ("3.0e-5", "1.0e-5")
+
+    @property
+    def about_rates(self) -> str:
+        if not self.teaches:
+            return "higher rates harm what converts well, where it learns from text alone"
+        if self.parameters >= BILLION:
+            return "not measured at this size; of several, each recipe is judged at its best"
+        return "as measured with distillation; of several, each recipe is judged at its best"
+
+    @property
     def about_source(self) -> str:
         if self.source in COMES_ALONG:
             return (
@@ -299,11 +314,16 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         return "".join(f"  {line}\n" for line in [*lines, f"cpus_per_worker: {share:g}"])
 
     @property
-    def distillation(self) -> str:
+    def teaches(self) -> bool:
         """Whether the original model is the teacher: if its weights fit next to the trained."""
         room = _MEMORY_SHARE * self.hardware.gpu_memory
         bytes_per_parameter = (self._trained_bytes if self.trains_all_weights else HALF) + HALF
-        if self.hardware.gpus and bytes_per_parameter * self.parameters > room:
+        return not self.hardware.gpus or bytes_per_parameter * self.parameters <= room
+
+    @property
+    def distillation(self) -> str:
+        """The key of what is learned from."""
+        if not self.teaches:
             return (
                 "distillation: none    # the original model does not fit together with the trained "
                 "one"

@@ -175,7 +175,7 @@ Dequantize = Annotated[
         ),
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 DryRun = Annotated[
     bool,
     typer.Option(
