@@ -477,6 +477,7 @@ def ray_cluster() -> Iterator[None]:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
         "RAY_worker_niceness": "0",  # 15 by default: its workers would starve while other tests run
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_metrics_report_interval_ms": "1000",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
@@ -514,5 +515,5 @@ def on_group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     for processes. Jobs of 0.4 CPUs per worker leave room for groups of one and of two, and for a separate run."""
     from orchestrator.cluster.pool_client import open_pool, train_on_pool
 
-    with open_pool(str(tmp_path_factory.mktemp("groups")), idle_seconds=120) as pool:
+    with open_pool(str(tmp_path_factory.mktemp("groups")), idle_seconds=600) as pool:
         yield lambda job: train_on_pool(pool, job, lambda report: None)

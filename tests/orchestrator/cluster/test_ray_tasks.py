@@ -68,7 +68,20 @@ def test_as_many_calls_run_at_a_time_as_are_allowed_and_a_mistake_ends_the_other
             raise ValueError("the fifth")
         return together
 
+    def waiting(number: int) -> int:
+        """The number of calls at a time, once there are two, or after ten seconds."""
+        running = tmp_path / f"waits{number}"
+        running.touch()
+        end = time.monotonic() + 10
+        while (together := len(list(tmp_path.glob("waits*")))) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        running.unlink()
+        return together
+
     options = OPTIONS | {"num_cpus": 0.1}
+    two = each_on_cluster(options, "gates", waiting, [(n,) for n in range(2)], most=2)
+    assert [together for _, together in two] == [2, 2]
     assert {together for _, together in each_on_cluster(options, "gates", work, [(n,) for n in range(4)], most=1)} == {
         1
     }

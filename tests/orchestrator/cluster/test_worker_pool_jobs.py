@@ -38,7 +38,7 @@ LOST_SECONDS = 15.0
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    assert wait_until(lambda: not any(actors("RayTrainWorker", "TrainController").values()), 180), "other tests' groups"
+    assert wait_until(lambda: not any(actors("RayTrainWorker", "TrainController").values()), 660), "other tests' groups"
     with open_pool(str(tmp_path_factory.mktemp("groups")), lost_seconds=LOST_SECONDS) as name:
         yield name
 

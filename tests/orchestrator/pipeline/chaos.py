@@ -179,13 +179,18 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True)
         shutil.copy(empty_store, folder / "server.db")
-        self.start()
+        self.begin()
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        self.begin()
+        wait_for("the MLflow server", self._answers)
+
+    def begin(self) -> None:
+        """Start the process, unless it runs; it answers some seconds later."""
         if self.process is not None:
             return
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
@@ -197,9 +202,9 @@ class Server:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        wait_for("the MLflow server", self._answers)
 
     def _answers(self) -> bool:
+        assert self.process is None or self.process.poll() is None, "the server has ended; was its port taken?"
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/health", timeout=2):
             return True
         return False
@@ -272,6 +277,8 @@ class Arena:
             self.server = Server(folder / "mlflow", empty_store, self.mark)
             created.callback(self.server.kill)
             self.nodes = Nodes(self.mark, **nodes)
+            created.callback(self.nodes.close)
+            self.server.start()
             created.pop_all()  # all of it stands: `close` ends it
         record = yaml.safe_load((REPOSITORY / "configs" / "demo.yaml").read_text())
         record["tracking"] = {"uri": self.server.address.replace("//", f"//user:{self.token}@")}

@@ -37,6 +37,7 @@ SEARCH = [
     "search.kv_ratios=[0.25]",
     "promotion.steps=2",
     "promotion.top=1",
+    "search.cache_formats=[q8_0]",  # all of them: tests/orchestrator/promotion/test_cache_front.py
     *LITTLE,
 ]
 SMALL = [

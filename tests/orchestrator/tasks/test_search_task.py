@@ -85,10 +85,11 @@ def test_a_first_configuration(demo_dir: Path, tmp_path: Path, calls: Counter[st
 
 def test_the_start_of_a_search(config: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it in the driver up to the trials, whose context is made too."""
+    begun: list[Any] = []
 
     def begin(config: Any, prepared: Any, folder: Any, *_: Any) -> None:
         original: Any = {"model": config.model.path, "loss": 2.0, "texts": _text_digests(prepared)}
-        trial_context(config, prepared, folder, original)
+        begun.append(trial_context(config, prepared, folder, original))
         raise TrialsBegin
 
     monkeypatch.setattr(pipeline, "connected", lambda: nullcontext([Nodes(1, {"CPU": 2.0})]))
@@ -96,5 +97,5 @@ def test_the_start_of_a_search(config: Path, calls: Counter[str], monkeypatch: p
     monkeypatch.setattr(Tracker, "open", lambda *_: None)
     monkeypatch.setattr(pipeline, "MlflowSync", lambda *_: None)
     monkeypatch.setattr(pipeline, "_save_run_id", lambda *_: None)
-    assert run_here("search", config) == 1
+    assert run_here("search", config) == 1 and len(begun) == 1
     assert calls == {"config.json": 1, "inputs": 1}

@@ -21,8 +21,8 @@ from trainers.jobs.ray_link import set_gauges
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
 
-PATIENCE = 60.0
-"""Seconds; a process hands its gauges over every 10."""
+PATIENCE = 180.0
+"""Seconds; a process hands its gauges over every second or ten (`RAY_metrics_report_interval_ms`)."""
 OWN = ("search", "state", "kv_ratio", "trial")
 """Labels that are not Ray's."""
 SPEED = "headfold_tokens_per_second"

@@ -46,11 +46,14 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any, demo_token
 
 
 @pytest.fixture(scope="module")
-def whole(ray_cluster: None, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(
+    ray_cluster: None, models: dict[str, Path], empty_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """The converted model, learning from the stock one: its record, its folder `out`, and its output lines `told`."""
     out, report = tmp_path_factory.mktemp("whole") / "out", list[str]()
     more = {"original": models["stock"], "progress": report.append}
     store = default_uri(out.parent)
+    shutil.copy(empty_store, store.removeprefix("sqlite:///"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", store)
         record = finetune_checkpoint(models["converted"], out, **more, **ASKED)

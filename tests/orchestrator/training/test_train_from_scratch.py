@@ -27,6 +27,7 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.json_files import read_json
 from orchestrator.tasks.train import initial_model
+from orchestrator.training import run
 from trainers.text.corpora import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -37,10 +38,13 @@ TRAINED = ASKED | {"steps": 60, "eval_every": 6, "recipe": "dcformer", "override
 
 
 @pytest.fixture(scope="module")
-def whole(ray_cluster: None, like: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """An undisturbed training: its record, its folder `out`, and its output lines `told`."""
+def whole(like: Path, on_group: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An undisturbed training, by workers that are there: its record, its folder `out`, and its output lines `told`."""
     out, report = tmp_path_factory.mktemp("whole") / "out", list[str]()
-    return {"record": train_from_scratch(like, out, progress=report.append, **TRAINED), "out": out, "told": report}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "dispatch_training", lambda _pool, job, *_: on_group(job))
+        record = train_from_scratch(like, out, progress=report.append, **TRAINED)
+    return {"record": record, "out": out, "told": report}
 
 
 def test_untrained_weights_follow_from_the_seed_alone(like: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,17 +61,20 @@ def test_the_place_is_measured_where_checkpoints_are_large(
 
 def test_a_slow_place_is_given_little(job: TrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
 
     def slowly(store: Any, file: str, block: bytes, count: int) -> None:
         written.append(count)
         Path(file).write_bytes(b"")
-        time.sleep(0.1 * count)
+        clock.now += 0.1 * count
+
+    monkeypatch.setattr(write_rate, "time", clock)
 
     monkeypatch.setattr(write_rate, "LARGE", 0)
     monkeypatch.setattr(write_rate, "_write", slowly)
     cost = checkpoint_cost(job, CheckpointStore.of(job), 1000)
     assert written == [1, 4]
-    assert cost is not None and cost.bytes_per_second == pytest.approx(10 * 2**20, rel=0.3)
+    assert cost is not None and cost.bytes_per_second == pytest.approx(10 * 2**20)
 
 
 def test_a_place_that_cannot_be_written_to_is_not_measured(job: TrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
