@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -16,6 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from orchestrator.cluster import pending_resources
 from orchestrator.config.schema import parse_config
 from orchestrator.reporting.status import read_status, status_line
+from orchestrator.search import waiting
 from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
@@ -37,6 +40,27 @@ def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
     while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return result
+
+
+@pytest.mark.parametrize(
+    ("stall", "hours", "watches"),
+    [(None, 0, (None, None)), (2.5, 0.5, (150.0, 1800.0)), (None, 4, (None, 14_400.0))],
+)
+def test_limits_of_waiting_are_in_the_units_of_the_settings(
+    stall: float | None, hours: float, watches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+
+    def watch(demand: Any, report: Any, stall: Any, capacity: Any) -> Any:
+        begun.append((stall and stall.seconds, capacity and capacity.seconds))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(waiting, "watch_pending", watch)
+    monkeypatch.setattr(waiting, "StallWatch", lambda seconds, *_: SimpleNamespace(seconds=seconds))
+    monkeypatch.setattr(waiting, "CapacityWatch", lambda _, seconds: SimpleNamespace(seconds=seconds))
+    config = parse_config({**CONFIG, "resources": {"stall_minutes": stall, "max_wait_hours": hours}})
+    with report_waiting(config, SearchFolder.fresh(tmp_path, "mine"), cast(Any, None), cast(Any, None), lambda: False):
+        assert begun == [watches]
 
 
 def test_a_search_says_what_it_waits_for(
