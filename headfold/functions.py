@@ -7,7 +7,7 @@ import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -314,10 +314,11 @@ def _strings(data: Iterable[Any], field: str) -> Iterator[str]:
         DataError: For anything else.
     """
     if isinstance(data, Mapping):
+        names = [str(name) for name in cast(Mapping[Any, Any], data)]
         raise DataError(
-            f"data: expected a source of text, a list of strings, or a dataset, got {len(data)} "
-            f"entries by name ({', '.join(map(str, list(data)[:4]))}); give one of them, e.g. "
-            f"data[{next(iter(data), 'train')!r}]"
+            f"data: expected a source of text, a list of strings, or a dataset, got {len(names)} "
+            f"entries by name ({', '.join(names[:4])}); give one of them, e.g. "
+            f"data[{next(iter(names), 'train')!r}]"
         )
     if field in (getattr(data, "column_names", None) or ()):
         yield from data[field]  # type: ignore[index]
