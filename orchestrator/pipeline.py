@@ -36,6 +36,7 @@ from orchestrator.search.estimate import announce, check_disk
 from orchestrator.search.leftovers import open_trials
 from orchestrator.search.outcome import SearchOutcome, print_outcome
 from orchestrator.search.prepare import (
+    check_texts,
     measure_increases,
     prepare_original,
     run_search_phases,
@@ -118,6 +119,8 @@ def search(
             if folder is None:
                 check_disk(prepared.setup, parallel)
             prepared.texts.make_all()
+            if folder is not None and folder.original.exists():
+                check_texts(prepared, read_json(folder.original))
             folder = folder or _new_folder(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}") as lock:
                 folder.sweep()

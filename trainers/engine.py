@@ -162,6 +162,8 @@ class TrainEngine(zero.EngineOwner):
                 # Of which DeepSpeed says nothing where the optimiser is torch's
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
                 self._norm = nn.utils.get_total_norm(gradients) if gradients else None
+                if self._norm is not None and not math.isfinite(self._norm.item()):
+                    return math.nan  # the step would make the weights so, too
             self._engine.step()
         self.steps_done += 1
         # Decided by a norm over all workers, so alike on each

@@ -267,7 +267,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     def about_rates(self) -> str:
         if not self.teaches:
             return "higher rates harm what converts well, where it learns from text alone"
-        if self.parameters >= BILLION:
+        if self.parameters >= BILLION or not self.trains_all_weights:
             return "not measured at this size; of several, each recipe is judged at its best"
         return "as measured with distillation; of several, each recipe is judged at its best"
 

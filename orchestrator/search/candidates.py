@@ -442,13 +442,15 @@ def candidate_space(
         ConfigError: For a field or choice that does not exist.
     """
     section, ratios = config.search, ratios_of(config.search, geometry)
+    if section.num_samples and set(section.search_space.get("relaxation", ())) - {"none"}:
+        steps = section.params.get("relaxation.steps", 0)
+        _check_relaxation_steps(config, "search.params", steps)
     try:
         params = {
             name: value
             for name, value in section.params.items()
             if not name.startswith(OF_SEARCHER)
         }
-        _check_relaxation_steps(config, "search.params", params.get("relaxation.steps", 0))
         choices, strict = section.search_space, section.strict
         joint = JointSpace(
             ratios, geometry, choices=choices, settings=params, engine=engine, strict=strict

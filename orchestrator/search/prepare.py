@@ -219,7 +219,7 @@ def _text_digests(prepared: Prepared) -> dict[str, str]:
     return {split: read_sequences(prepared.files[split]).digest for split in SPLITS}
 
 
-def _check_texts(prepared: Prepared, original: OriginalRecord) -> None:
+def check_texts(prepared: Prepared, original: OriginalRecord) -> None:
     """Raise ConfigError for a search whose losses are of other texts than `prepared` has."""
     if begun := original.get("texts"):
         now = _text_digests(prepared)
@@ -247,7 +247,7 @@ def trial_context(
     Raises:
         ConfigError: For a search that was begun with other texts.
     """
-    _check_texts(prepared, original)
+    check_texts(prepared, original)
     return TrialContext(
         folder=str(folder.root),
         model=original["model"],

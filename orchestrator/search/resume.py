@@ -257,7 +257,11 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
             result = dict(event["result"])
             trial = trials[trial_id]
             trial.last_result = result
-            decision = scheduler.on_trial_result(None, trial, result)
+            if (first := result.get("copy_of")) is not None:
+                scheduler.copies[trial_id] = first
+                decision = TrialScheduler.STOP
+            else:
+                decision = scheduler.on_trial_result(None, trial, result)
             if decision != event["decision"]:
                 logger.warning(
                     "%s: %s was decided, now it would be %s", trial_id, event["decision"], decision

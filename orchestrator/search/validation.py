@@ -129,12 +129,13 @@ def check_search(config: SearchConfig) -> Prepared:
 
 def check_recoveries(setup: SearchSetup) -> None:
     """Raise ConfigError for a candidate whose training the other settings do not allow."""
-    config = setup.config
-    for name, section in (("train", config.train), ("promotion", config.promotion_train)):
-        for candidate in setup.problem.named:
-            changes = candidate.recipe.apply("recovery")
-            where = f"{name} with search.recipes: {candidate.recipe.name} ({shown(changes)})"
-            parse_section(TrainSettings, section.model_dump() | changes, where)
+    train, promotion = setup.config.train.model_dump(), setup.config.promotion
+    for candidate in setup.problem.named:
+        changes = candidate.recipe.apply("recovery")
+        where = f"with search.recipes: {candidate.recipe.name} ({shown(changes)})"
+        parse_section(TrainSettings, train | changes, f"train {where}")
+        if promotion.enabled and promotion.steps:
+            parse_section(TrainSettings, train | changes | promotion.train, f"promotion {where}")
 
 
 def check_accelerators(setup: SearchSetup) -> None:

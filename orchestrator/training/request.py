@@ -201,7 +201,7 @@ class TrainingRequest(ABC):
         Those of an earlier start are taken as they are.
         """
         # First, so that what a kill leaves is known as ours
-        self.note(**({} if self.mark else {"id": uuid.uuid4().hex, "inputs": self._inputs()}))
+        self.note(**({} if self.mark else {"id": uuid.uuid4().hex}))
         tokenizer = checkpoints.load_tokenizer(self.source)
         train_file, eval_file = (
             token_set(cut, tokenizer, self._data, tokenise=tokeniser(self.source, cut.tokens))
@@ -210,8 +210,11 @@ class TrainingRequest(ABC):
         texts = [read_sequences(file).digest for file in (train_file, eval_file)]
         if self.mark.get("texts", texts) != texts:
             raise self._of_other_inputs(["text"])
-        if "parameters" not in self.mark:
+        begun = "parameters" in self.mark
+        if not begun:
             self.note(texts=texts, **self.prepare(Path(eval_file)))
+        if not begun or "inputs" in self.mark:  # not of what was begun without them
+            self.note(inputs=self._inputs())
         return TrainJob(
             model_dir=self.start_dir,
             teacher_dir=self.teacher_dir,
@@ -303,8 +306,8 @@ class TrainingRequest(ABC):
 
     def _of_other_inputs(self, names: Sequence[str]) -> ConfigError:
         return ConfigError(
-            f"out: {self.folder} holds a training whose {', '.join(names)} had another content, "
-            "which has changed since; give another --out, or remove that folder to start over"
+            f"out: {self.folder} holds a training whose {', '.join(names)} has changed since then; "
+            "give another --out, or remove that folder to start over"
         )
 
     @property

@@ -91,7 +91,7 @@ def as_it_fits(job: TrainJob) -> tuple[TrainJob, list[str]]:
         return job, []  # of a job with other settings
     settings = smaller.settings
     if settings == job.settings:
-        message = f"out of memory in the relaxation, with micro_batch_size {rows} after it: halved"
+        message = f"out of memory with micro_batch_size {rows}: halved in the relaxation alone"
     else:
         message = (
             f"out of memory with micro_batch_size {rows}: trained with "

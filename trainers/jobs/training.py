@@ -25,6 +25,7 @@ from trainers.jobs.train_job import TrainJob
 from trainers.jobs.utilization import TokenWork
 from trainers.jobs.write_rate import checkpoint_cost
 from trainers.loop import TrainingDiverged, train_model
+from trainers.text.token_sets import same_text
 
 if TYPE_CHECKING:
     from trainers.engine import TrainEngine
@@ -160,7 +161,7 @@ class WorkerTraining(WorkerShare):
                 f"start_step is {self.job.start_step}, checkpoint {self.job.resume_from} is at "
                 f"{state['step']}"
             )
-        if not earlier_job or state["train_file"] == self.job.train_file:
+        if not earlier_job or same_text(state["train_file"], self.job.train_file):
             self.stream.load_state_dict(state["stream"])
         return int(state["step"])
 

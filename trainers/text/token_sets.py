@@ -219,6 +219,15 @@ def read_sequences(folder: str | Path) -> TokenSequences:
     return TokenSequences(folder)
 
 
+def same_text(first: str | Path, second: str | Path) -> bool:
+    """Return whether two token sets have the same tokens; of one that is gone, whether it is it."""
+    if str(first) == str(second):
+        return True
+    if not is_complete(first) or not is_complete(second):
+        return False
+    return read_sequences(first).digest == read_sequences(second).digest
+
+
 def write_sequences(
     sequences: Tensor,
     folder: str | Path,

@@ -12,7 +12,7 @@ import torch
 
 from attention.checkpoint import Checkpoint
 from orchestrator.config.schema import ConfigError, read_search_config
-from orchestrator.search.prepare import _check_texts, _text_digests
+from orchestrator.search.prepare import _text_digests, check_texts
 from orchestrator.search.texts import SearchTexts
 from trainers.text import corpora
 from trainers.text.data import TextCut, Texts
@@ -59,7 +59,7 @@ def test_a_search_that_was_begun_with_another_division_is_refused() -> None:
     texts: Any = SimpleNamespace(divisions={"train": "by_size", "eval": "by_size", "calibration": "twentieth"})
     prepared: Any = SimpleNamespace(texts=texts)
     with pytest.raises(ConfigError, match=r"data\.train: this search was begun by a version"):
-        _check_texts(prepared, cast(Any, {"loss": 2.0}))
+        check_texts(prepared, cast(Any, {"loss": 2.0}))
 
 
 def test_a_search_whose_text_has_changed_is_refused(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_search_whose_text_has_changed_is_refused(tmp_path: Path) -> None:
     cuts = dict.fromkeys(("train", "eval", "calibration"), SimpleNamespace(source="texts.jsonl"))
     prepared: Any = SimpleNamespace(texts=SimpleNamespace(cuts=cuts), files=dict.fromkeys(cuts, tmp_path / "before"))
     original: Any = {"texts": _text_digests(prepared)}
-    _check_texts(prepared, original)
+    check_texts(prepared, original)
     prepared.files["eval"] = tmp_path / "after"
     with pytest.raises(ConfigError, match=r"data\.eval: the text of texts\.jsonl is another than when this search"):
-        _check_texts(prepared, original)
+        check_texts(prepared, original)

@@ -56,8 +56,11 @@ def arm(**fields: Any) -> dict[str, Any]:
         (arm(recipe="align", changes={"composition": "dcmha"}), ["align", "composition must be none", "dcmha"]),
         (arm(recipe="align") | {"train": {"teacher_logits": "cached"}}, ["search.recipes", "align", "kl_bild", "live"]),
         (
-            {"search": {"searcher": "random", "num_samples": 2, "params": {"relaxation.steps": 10**6}}},
-            ["search.params", "relaxation.steps", "rungs.steps", "1000000"],
+            {
+                "search": {"searcher": "random", "num_samples": 2, "params": {"relaxation.steps": 10**6}}
+                | {"search_space": {"relaxation": ["none", "lagrangian"]}}
+            },
+            ["search.params: relaxation.steps", "rungs.steps", "1000000"],
         ),
         (arm(recipe="gqa", budget=[1.0]), ["search.recipes.1.budget", "kv_ratios", "params"]),
         ({"model": {"teacher": "/no/such/teacher"}}, ["model.teacher", "/no/such/teacher"]),

@@ -191,11 +191,11 @@ def test_a_training_of_other_weights_or_another_text_is_not_continued(
         with text.open("a") as stream:
             stream.write(json.dumps({"text": "a new document " * 9000}) + "\n")
         changed = check_finetuning(model, out, **requested)  # a file may be newer, and its text the same
-        with pytest.raises(ConfigError, match="holds a training whose text had another content"):
+        with pytest.raises(ConfigError, match="holds a training whose text has changed"):
             changed.make_job()
     weights = load_file(model / "model.safetensors")
     save_file({name: 2 * tensor for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="holds a training whose model had another content"):
+    with pytest.raises(ConfigError, match="holds a training whose model has changed"):
         check_finetuning(model, out, **requested)
 
 
@@ -210,7 +210,7 @@ def test_a_finished_training_is_of_its_model_and_its_texts(
     shutil.copytree(models["stock"], out)
     assert check_finetuning(models["stock"], out, **requested).finished
     text.write_text(text.read_text() + json.dumps({"text": "more"}) + "\n")
-    with pytest.raises(ConfigError, match="holds a training whose train_data, eval_data had another content"):
+    with pytest.raises(ConfigError, match="holds a training whose train_data, eval_data has changed"):
         check_finetuning(models["stock"], out, **requested)
 
 

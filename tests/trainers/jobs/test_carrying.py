@@ -262,7 +262,7 @@ def test_a_relaxation_of_more_sequences_can_be_lowered_alone(job: TrainJob, tmp_
     lower_micro_batch(one, "full", already=False)
     fitting, notes = as_it_fits(one)
     assert fitting.settings == settings and fitting.relaxation_settings.micro_batch_size == 4
-    assert notes == ["out of memory in the relaxation, with micro_batch_size 1 after it: halved"]
+    assert notes == ["out of memory with micro_batch_size 1: halved in the relaxation alone"]
 
 
 def test_divergence_reports_step_and_loss(other: TrainJob) -> None:

@@ -13,7 +13,15 @@ from safetensors import safe_open
 
 from trainers.text.corpora import DataError
 from trainers.text.data import BatchStream
-from trainers.text.token_sets import Layout, TextPosition, TokenSetWriter, is_complete, read_sequences, write_sequences
+from trainers.text.token_sets import (
+    Layout,
+    TextPosition,
+    TokenSetWriter,
+    is_complete,
+    read_sequences,
+    same_text,
+    write_sequences,
+)
 
 ROWS, LENGTH = 29, 5
 
@@ -82,6 +90,8 @@ def test_the_digest_is_of_the_tokens_and_how_they_are_cut(tmp_path: Path) -> Non
     other[3, 2] += 1
     assert digest("a", first) == digest("b", first)
     assert len({digest("a", first), digest("c", other), digest("d", first.reshape(LENGTH, ROWS))}) == 3
+    assert same_text(tmp_path / "a", str(tmp_path / "b")) and not same_text(tmp_path / "a", tmp_path / "c")
+    assert same_text("/gone", "/gone") and not same_text("/gone", tmp_path / "a")
 
 
 def test_a_set_without_an_index_is_none(tmp_path: Path) -> None:
