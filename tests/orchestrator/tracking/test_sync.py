@@ -16,7 +16,6 @@ from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import DONE, KILLED, RUNNING
 from orchestrator.tracking import sync
 from orchestrator.tracking.errors import TrackingError, is_away
-from orchestrator.tracking.registry import Registry
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
 
@@ -181,8 +180,7 @@ def test_answers_over_http_that_stay_are_refusals(status: int, away: bool) -> No
 
 
 def test_what_the_registry_meets_is_reported_as_a_refusal(tracker: Tracker) -> None:
-    registry = Registry(tracker.uri, tracker.client)
-    with pytest.raises(TrackingError, match="refused small: 413 Client Error"), registry._requests("small"):
+    with pytest.raises(TrackingError, match="refused small: 413 Client Error"), tracker._requests("small"):
         raise requests.HTTPError("413 Client Error")
 
 
