@@ -8,13 +8,13 @@ knows itself are loaded by it, with what they need.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from attention.io.files import sha256
 from orchestrator.config.schema import ConfigError
 
 SHIPPED = {"demo": Path(__file__).parent / "demo_tasks"}
@@ -88,7 +88,7 @@ def data_digests(specs: Iterable[str | TaskConfig]) -> list[str]:
             for pattern in group if isinstance(group, list) else [group]:
                 path = Path(pattern)
                 for file in [path] if path.is_file() else sorted(path.parent.glob(path.name)):
-                    digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
+                    digests.append(sha256(file))
     return digests
 
 

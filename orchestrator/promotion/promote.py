@@ -39,7 +39,7 @@ from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.reporting import console
 from orchestrator.resources.time import training_rate
 from orchestrator.search.leftovers import best_of_recipe, finalists, select
-from orchestrator.search.prepare import trial_context
+from orchestrator.search.prepare import check_texts, trial_context
 from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchControl, SearchSession
 from orchestrator.search.validation import rehearse_search, validate_search
@@ -96,6 +96,7 @@ def promote_search(
         parallel = search_concurrency(config, nodes)
         prepared.texts.make_all()
         original: OriginalRecord = read_json(folder.original)
+        check_texts(prepared, original)
         context = trial_context(config, prepared, folder, original)
         tracking = config.tracking
         connect = partial(Tracker.open, tracking.uri, tracking.experiment, folder.storage)

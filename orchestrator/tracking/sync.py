@@ -371,6 +371,19 @@ def _requests(tracker: Tracker, run_id: str, run: TrackedRun) -> dict[str, Calla
     return requests
 
 
+def identity_tags(kind: str, folder: Path, identity: str | None) -> dict[str, str]:
+    """Return the tags by which the run of a search or a training is found.
+
+    Args:
+        kind: The verb.
+        folder: Where it is.
+        identity: Of this one, since an earlier one in a folder of that name may have a run; None
+            for those begun without.
+    """
+    tags = {"headfold.kind": kind, "headfold.folder": str(folder)}
+    return tags if identity is None else {**tags, "headfold.id": identity}
+
+
 def parent_run(folder: Path, waits_for: str | None = None, **more: Any) -> TrackedRun:
     """Return the run of a search itself, the parent of all its others.
 
@@ -379,10 +392,7 @@ def parent_run(folder: Path, waits_for: str | None = None, **more: Any) -> Track
         waits_for: Nodes that are slow to start, "" if it waits no longer.
         **more: Other fields of the run.
     """
-    tags = {"headfold.kind": "search", "headfold.folder": str(folder)}
-    # Of an earlier search in a folder of this name there may be a run
-    if identity := read_if_there(SearchFolder(folder).origin).get("id"):
-        tags["headfold.id"] = identity
+    tags = identity_tags("search", folder, read_if_there(SearchFolder(folder).origin).get("id"))
     if waits_for is not None:
         tags["headfold.waits_for"] = waits_for or "nothing"
     return TrackedRun(folder.name, tags, **more)

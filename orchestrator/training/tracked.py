@@ -22,7 +22,7 @@ from orchestrator.storage import records
 from orchestrator.tracking.metrics import MetricPoint, point
 from orchestrator.tracking.run_metadata import dataset_of, source_tags
 from orchestrator.tracking.runs import NOTE, Tracker
-from orchestrator.tracking.sync import MlflowSync, TrackedRun
+from orchestrator.tracking.sync import MlflowSync, TrackedRun, identity_tags
 from orchestrator.training.request import TrainingRequest
 from orchestrator.training.run import TrainingFollower, TrainingReport, TrainingRun
 
@@ -139,10 +139,7 @@ class TrackedTraining:
     def _tags(self) -> dict[str, str]:
         """Return what identifies the run."""
         request = self._request
-        tags = {"headfold.kind": request.VERB, "headfold.folder": str(request.out)}
-        if identity := request.mark.get("id"):
-            tags["headfold.id"] = identity
-        return tags
+        return identity_tags(request.VERB, request.out, request.mark.get("id"))
 
     def _run(self, reports: Sequence[TrainingReport], status: str) -> TrackedRun:
         request = self._request

@@ -46,11 +46,12 @@ def makes_equal_groups(grouping: str, settings: Mapping[str, Any]) -> bool:
         settings: By "axis.knob"; others are at their defaults.
     """
     part = GROUPING.get(grouping)
+    if "equal_groups" in part.needs:
+        return True
     name = EQUAL_SIZES_FIELD.partition(".")[2]
     knob = next((knob for knob in part.knobs if knob.name == name), None)
-    if knob is None:  # its groups are as they are, whatever the settings of others
-        return "equal_groups" in part.needs
-    return "equal_groups" in part.needs or bool(settings.get(EQUAL_SIZES_FIELD, knob.default))
+    # Without that knob the settings of other groupings have no effect
+    return knob is not None and bool(settings.get(EQUAL_SIZES_FIELD, knob.default))
 
 
 def _objective_unused(grouping: str, objective: str | None) -> str | None:

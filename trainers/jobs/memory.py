@@ -46,14 +46,11 @@ def _with_less(job: TrainJob) -> TrainJob | None:
 
     None if it is one already in both.
     """
-    settings = lowered(job.settings)
-    relaxation = job.relaxation
+    settings, relaxation = lowered(job.settings), job.relaxation
     if relaxation is not None and relaxation.settings is not None:
         smaller = lowered(relaxation.settings)
-        if settings is None and smaller is None:
-            return None
         relaxation = replace(relaxation, settings=smaller or relaxation.settings)
-    elif settings is None:
+    if settings is None and relaxation == job.relaxation:
         return None
     return replace(job, settings=settings or job.settings, relaxation=relaxation)
 

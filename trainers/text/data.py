@@ -168,9 +168,6 @@ class TextCut:
             record["apart_from"] = resolve(self.apart_from).fingerprint
         if first := beginning(tokenizer):
             record["beginning"] = first
-        if template := getattr(tokenizer, "chat_template", None):
-            text = json.dumps(template, sort_keys=True)
-            record["chat_template"] = hashlib.sha256(text.encode()).hexdigest()
         return record | {
             "fingerprint": self.corpus.fingerprint,
             "tokenizer": tokenizer_digest(tokenizer),

@@ -210,16 +210,17 @@ def pool(tokens: Iterator[TokenBlock], limit: int) -> tuple[np.ndarray, int]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 of all that decides how a tokenizer cuts text."""
+    """SHA-256 of all that decides which tokens a text or a conversation becomes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = (
         backend.to_str()
         if backend is not None
         else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     )
-    return hashlib.sha256(
-        f"{type(tokenizer).__name__}|{tokenizer.eos_token_id}|{state}".encode()
-    ).hexdigest()
+    parts = [type(tokenizer).__name__, str(tokenizer.eos_token_id), state]
+    if template := getattr(tokenizer, "chat_template", None):
+        parts.append(json.dumps(template, sort_keys=True))
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
 def largest_id(tokenizer: Any) -> int:
