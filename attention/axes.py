@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,9 +95,9 @@ class Knob:
         if isinstance(value, bool) or not isinstance(value, expected):
             or_auto = f" or {AUTO_KNOB!r}" if self.auto else ""
             raise ValueError(f"{self.name} must be {_IN_WORDS[self.kind]}{or_auto}, got {value!r}")
-        if (self.low is not None and value < self.low) or (
-            self.high is not None and value > self.high
-        ):
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        if not low <= value <= high:  # nor a NaN
             raise ValueError(f"{self.name} must lie in [{self.low}, {self.high}], got {value!r}")
         return value
 

@@ -11,11 +11,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import families
-from attention.base.messages import reason
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint, weights
 from attention.io.precision import own_dtype
-from attention.io.sources import CheckpointError, check_source, source_name
+from attention.io.sources import check_source, fetched, source_name
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES
 from attention.io.tokenizers import read_tokenizer
 from attention.modeling.model_classes import check_fits, plan_of_config
@@ -99,19 +98,9 @@ class Checkpoint:
         Raises:
             CheckpointError: If that fails.
         """
-        if Path(self.path).is_dir():
-            return Path(self.path)
-        from huggingface_hub import (
-            snapshot_download,  # pyright: ignore[reportUnknownVariableType]  # one argument is a dict
+        return fetched(
+            self.path, ["*.safetensors", "*.json", *TOKENIZER_FILES, GENERATION], "files"
         )
-
-        patterns = ["*.safetensors", "*.json", *TOKENIZER_FILES, GENERATION]
-        try:
-            return Path(snapshot_download(self.path, allow_patterns=patterns))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"model: {self.path!r} cannot be fetched: {reason(error)}"
-            ) from None
 
     def check(self, *, weights: bool = True) -> None:
         """Check the family, the plan, and that weights in plain numbers are there.

@@ -75,7 +75,7 @@ class LayerHeads:
     def mapped(self, **maps: Tensor) -> LayerHeads:
         """Multiply the heads of the named projections (q, k, v) by maps `[heads, d, d]`.
 
-        Biases are mapped, too. The result is in float64.
+        Biases are mapped, too. Products are computed in float64.
         """
         changes: dict[str, Tensor | None] = {}
         for name, head_map in maps.items():

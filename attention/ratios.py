@@ -41,7 +41,7 @@ def whole_heads(kv_ratio: float | Fraction, heads: int) -> int:
         ValueError: Unless the ratio is in (0, 1] and the product is whole.
     """
     if not 0 < kv_ratio <= 1:
-        raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
+        raise ValueError(f"kv_ratio must lie in (0, 1], got {float(kv_ratio)}")
     exact = float(kv_ratio) * heads
     if abs(exact - round(exact)) > 1e-6 * heads or round(exact) < 1:
         raise ValueError(
@@ -60,7 +60,7 @@ def most_heads(kv_ratio: float | Fraction, geometry: HeadGeometry) -> int:
         ValueError: Unless the ratio is in (0, 1].
     """
     if not 0 < kv_ratio <= 1:
-        raise ValueError(f"kv_ratio must lie in (0, 1), got {float(kv_ratio)}")
+        raise ValueError(f"kv_ratio must lie in (0, 1], got {float(kv_ratio)}")
     stored_heads = own_heads(geometry)
     stored = geometry.num_kv_heads
     exact = float(kv_ratio) * stored_heads

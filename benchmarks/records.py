@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from attention.io.files import write_whole
 
@@ -15,7 +15,11 @@ Status = Literal["done", "skipped", "failed"]
 
 
 class PartRecord(TypedDict):
-    """A finished part. `reason`: why it was skipped or has failed; `rows`: of its table."""
+    """A finished part.
+
+    `reason`: why it was skipped or has failed, or did so when it was measured again; `rows`: of its table; `notes`: on
+    how it was measured.
+    """
 
     status: Status
     reason: str
@@ -23,6 +27,7 @@ class PartRecord(TypedDict):
     date: str
     commit: str
     rows: list[dict[str, Any]]
+    notes: NotRequired[list[str]]
 
 
 class RecordsError(ValueError):
@@ -46,7 +51,7 @@ class Records:
         if records.card.get("device") != card.get("device"):
             raise RecordsError(
                 f"{file} has the records of {records.card.get('device')!r}, and this is {card.get('device')!r}; "
-                "name another file with --records (make gpu: RECORDS=FILE), or remove it"
+                "name another with --records FILE or --folder FOLDER (make gpu: RECORDS=FILE), or remove it"
             )
         records.card = dict(card)
         return records
@@ -97,6 +102,7 @@ def sections(
 def ended(part: PartRecord, when: str) -> str:
     """Return when a part finished, and why it has no numbers if it has none."""
     if part["status"] == "done":
-        return when
+        again = f" **Failed** when it was measured again: {part['reason'].replace('|', '/')}"
+        return when + (again if part["reason"] else "")
     word = "Skipped" if part["status"] == "skipped" else "**Failed**"
     return f"{word}: {part['reason'].replace('|', '/')} ({when})"

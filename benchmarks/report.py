@@ -164,7 +164,9 @@ def commit() -> str:
         done = subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    # Pages and records that measurements write themselves are no changes
+    written = [f":(top,exclude){path}" for path in ("docs/real.md", "docs/gpu.md", "docs/images", "benchmarks/**.json")]
+    changed = " with changes" if git("status", "--porcelain", "--untracked-files=no", "--", ":/", *written) else ""
     return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
@@ -17,6 +18,8 @@ from attention.base.timing import duration
 from attention.families import geometry_of
 from attention.io.precision import DTYPES
 from orchestrator.config.first import FirstConfig, Hardware
+from orchestrator.config.options import ConvertOptions
+from orchestrator.conversion.short_fits import competing_recipes, equal_budgets
 from orchestrator.resources.accelerators import conversion_rate, memory_of
 from orchestrator.resources.size import Conversion, Size
 from orchestrator.resources.time import START_SECONDS, operations
@@ -115,8 +118,12 @@ def _notes(model: str, config: PretrainedConfig) -> list[str]:
     geometry = geometry_of(config)
     choice = choose_recipe(config, geometry)
     engines = ", ".join(ENGINE_NAMES[engine] for engine in choice.engines)
+    shape: Any = SimpleNamespace(config=config, geometry=geometry)  # of a checkpoint
+    competing = competing_recipes(shape, RECIPES[choice.recipe], ConvertOptions(model=model, kv_ratio=RATIO))
+    names = [recipe.name for recipe in equal_budgets(competing, RATIO, shape)]
+    takes = f"takes the recipe {names[0]}" if len(names) == 1 else f"takes {' or '.join(names)}, by short fits of both"
     lines = [
-        f"headfold convert --model {model} --kv-ratio {RATIO} takes the recipe {choice.recipe}: {choice.reason}.",
+        f"headfold convert --model {model} --kv-ratio {RATIO} {takes}: {choice.reason}.",
         f"Engines that load the result: {engines}.",
     ]
     measured = _measured(choice.recipe) if model.endswith("SmolLM2-135M-Instruct") else []
@@ -140,6 +147,7 @@ def _estimated(config: PretrainedConfig, recipe: str) -> list[str]:
     assert rate is not None
     seconds = START_SECONDS + operations(conversion, Size.of(config), 2 * TOKENS) / rate
     return [
-        f"Estimated, not measured: about {duration(seconds)} on one {GPU} (headfold estimate --gpu {GPU});",
+        f"Estimated, not measured: about {duration(seconds)} on one {GPU} for {recipe}",
+        f"(headfold estimate --gpu {GPU});",
         "what it loses has not been measured for this model.",
     ]

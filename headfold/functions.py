@@ -147,7 +147,7 @@ def convert(
                 **options,
             )
         )
-        if len(task.request.kv_ratios) > 1:
+        if task.several:
             raise ConfigError(
                 "kv_ratio: one checkpoint is made at a time; give one ratio, and call again for "
                 "others"

@@ -132,7 +132,7 @@ def evaluate(
         )
     started = time.perf_counter()
     notes = ()
-    at_once = min(batch_of(sequences.shape[1], batch_size), len(sequences))
+    most = at_once = min(batch_of(sequences.shape[1], batch_size), len(sequences))
     while True:
         try:
             totals, losses = _totals(
@@ -144,7 +144,7 @@ def evaluate(
                 raise
         free_memory()
         at_once //= 2
-        notes = (f"out of memory with {batch_size} sequences at once: evaluated with {at_once}",)
+        notes = (f"out of memory with {most} sequences at once: evaluated with {at_once}",)
     if reduce is not None:
         reduce(totals)
     loss, divergence, tokens = totals.tolist()

@@ -56,6 +56,54 @@ def kernel_field(file: str, name: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
+def container_memory(root: str = "/") -> int | None:
+    """Return the bytes that are free within the memory limits of this process's control groups.
+
+    Files that the kernel caches count as free. Both versions of control groups are read, of the
+    process's group and of those above it, as far as a container shows them.
+
+    Args:
+        root: Where `proc` and `sys` are.
+
+    Returns:
+        Bytes; None without a limit.
+    """
+    free: list[int] = []
+    try:
+        lines = Path(root, "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            folder, names = Path(root, "sys/fs/cgroup"), _VERSION_2
+        elif "memory" in controllers.split(","):
+            folder, names = Path(root, "sys/fs/cgroup/memory"), _VERSION_1
+        else:
+            continue
+        path = folder / group.lstrip("/")
+        for each in [path, *path.parents]:
+            if each.is_relative_to(folder) and (left := _group_memory(each, *names)) is not None:
+                free.append(left)
+    return min(free, default=None)
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _group_memory(group: Path, limit: str, used: str, cached: str) -> int | None:
+    try:
+        most, now = ((group / name).read_text(encoding="utf-8").strip() for name in (limit, used))
+        statistics = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    if most == "max":
+        return None
+    files = next((int(line.split()[1]) for line in statistics if line.startswith(f"{cached} ")), 0)
+    return max(0, int(most) - int(now) + files)
+
+
 def memory_now() -> int:
     """Return the resident memory of this process in bytes."""
     return kernel_field("/proc/self/status", "VmRSS")

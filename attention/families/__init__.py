@@ -157,10 +157,8 @@ def geometry_of(config: Any) -> HeadGeometry:
     _check_rope(config)
     try:
         geometry = family.geometry(config)
-    except (
-        RuntimeError,
-        AttributeError,
-    ) as error:  # of a config that does not say the same for all layers
+    # Of a config that does not say the same for all layers, or has no number where one is needed
+    except (RuntimeError, AttributeError, TypeError, LookupError, ArithmeticError) as error:
         raise ValueError(
             f"the config of this {family.name} cannot be used: {reason(error)}"
         ) from None

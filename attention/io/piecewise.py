@@ -14,14 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from attention.base.messages import reason
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
 from attention.io.experts import published
 from attention.io.layers.windows import LazyWeights
 from attention.io.safetensors_files import SINGLE
 from attention.io.shards import shard_name, write_index
-from attention.io.sources import CheckpointError, is_folder, only_cached
+from attention.io.sources import fetched
 from attention.io.stock_files import copy_files, write_both_forms
 from attention.modeling import model_classes
 
@@ -42,7 +41,7 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
         CheckpointError: As `attention.io.checkpoint.load`.
     """
     config = Checkpoint.open(source).config
-    weights = LazyWeights(_folder_of(source), config)
+    weights = LazyWeights(fetched(source, ["*.json", "*.safetensors"], "weights"), config)
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # registering had separated each pair of tied matrices
@@ -58,21 +57,6 @@ def outline(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, La
     if headfold_format:
         model_classes.check_maps(model)
     return model.eval(), weights
-
-
-def _folder_of(source: str | Path) -> Path:
-    """Return the folder of the weights; for a hub name the hub's cache, downloaded if missing."""
-    if is_folder(source):
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    kinds: Any = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": ["*/*"]}
-    try:
-        return Path(snapshot_download(str(source), local_files_only=only_cached(source), **kinds))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"the weights of {str(source)!r} cannot be fetched: {reason(error)}"
-        ) from None
 
 
 def save_as(

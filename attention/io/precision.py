@@ -6,6 +6,7 @@ The dtype of a stored checkpoint, and rounding to it once after computing in a w
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,18 @@ def _most_stored(folder: Path) -> str | None:
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Give all floating-point weights another dtype, in place.
 
-    Tensors that are not in the checkpoint stay unchanged.
+    Tensors that are not in the checkpoint, and those that transformers reads in float32 whatever
+    the dtype, stay unchanged.
 
     Not `model.to(dtype)`, which would round the frequencies of rotary embeddings too.
     """
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
+    stays = _in_float32(model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not stays(name):
             parameter.data = parameter.data.to(dtype)
     for module, name in _stored_buffers(model):
-        setattr(module, name, getattr(module, name).to(dtype))
+        if not stays(name):
+            setattr(module, name, getattr(module, name).to(dtype))
     if (config := getattr(model, "config", None)) is not None:
         config.dtype = dtype
 
@@ -95,10 +99,16 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
     working = model.dtype
     if working == dtype:
         return
-    for tensor in [
-        *model.parameters(),
-        *(getattr(module, name) for module, name in _stored_buffers(model)),
-    ]:
+    stays = _in_float32(model)
+    buffers = [(name, getattr(module, name)) for module, name in _stored_buffers(model)]
+    for name, tensor in [*model.named_parameters(), *buffers]:
         rounded = tensor.data.to(dtype).to(tensor.dtype)
-        if tensor.is_floating_point() and not torch.equal(rounded, tensor.data):
+        if tensor.is_floating_point() and not stays(name) and not torch.equal(rounded, tensor.data):
             tensor.data = rounded
+
+
+def _in_float32(model: nn.Module) -> Callable[[str], bool]:
+    """Return whether a tensor of a name is read in float32 whatever the dtype: those of routers."""
+    listed = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    ends = tuple(f".{name}" for name in {*listed, "e_score_correction_bias"})
+    return lambda name: f".{name}".endswith(ends)

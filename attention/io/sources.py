@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attention.base.messages import reason
+
 NOT_REACHED = (
     "there is no such folder, and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set) "
     "nor has this "
@@ -92,6 +94,43 @@ def source_name(model: str | Path) -> str:
     The source of a plain copy, else the name itself.
     """
     return str(source_note(model).get("source", model))
+
+
+_NESTED = ["*/*.safetensors", "*/*.json"]
+# In folders of a hub repository are other forms of the weights, which nothing reads.
+
+
+def fetched(source: str | Path, patterns: Sequence[str], what: str) -> Path:
+    """Return the local folder of a checkpoint; of a hub name, files are downloaded before.
+
+    Args:
+        source: Folder or hub name.
+        patterns: Of the names of the files to download.
+        what: The files in words.
+
+    Raises:
+        CheckpointError: If the hub does not give them.
+    """
+    if Path(source).is_dir() or is_folder(source):
+        return Path(source)
+    from huggingface_hub import (
+        snapshot_download,  # pyright: ignore[reportUnknownVariableType]  # one argument is a dict
+    )
+
+    only = only_cached(source)
+    try:
+        return Path(
+            snapshot_download(
+                str(source),
+                local_files_only=only,
+                allow_patterns=list(patterns),
+                ignore_patterns=_NESTED,
+            )
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the {what} of {str(source)!r} cannot be fetched: {reason(error)}"
+        ) from None
 
 
 def only_cached(source: str | Path) -> bool:

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING_NAMES,  # type: ignore[reportPrivateImportUsage]
 )
 
-from attention.base.messages import reason
+from attention.io.sources import fetched
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -29,33 +29,13 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 
 
-def _folder_of(source: str | Path) -> Path:
-    """Return the folder that a checkpoint's small files are in.
-
-    For a hub name its snapshot in the hub's cache.
-
-    Raises:
-        ValueError: If the hub does not give them.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=[*TOKENIZER_FILES, GENERATION]))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the tokenizer files of {str(source)!r} cannot be fetched: {reason(error)}"
-        ) from None
-
-
 def copy_files(source: str | Path, folder: Path) -> None:
     """Copy the tokenizer, chat templates and generation config of `source` (folder or hub name).
 
     Files of this kind in `folder` are removed first, so that two sets never mix; a source without a
     tokenizer copies none.
     """
-    origin = _folder_of(source)
+    origin = fetched(source, [*TOKENIZER_FILES, GENERATION], "tokenizer files")
     for pattern in (*TOKENIZER_FILES, GENERATION):
         files = [file for file in sorted(origin.glob(pattern)) if file.is_file()]
         if pattern != GENERATION or files:

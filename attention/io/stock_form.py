@@ -10,9 +10,7 @@ from typing import Any
 
 from attention.checkpoint import Checkpoint
 from attention.families import family_of
-from attention.io.targets import EngineSupport, TargetError, kv_bytes_in, targets
-from attention.io.targets._gguf.architectures import OF_FAMILY
-from attention.io.targets._pairs import widths_of
+from attention.io.targets import EngineSupport, TargetError, targets
 from attention.modeling.model_classes import TYPE_PREFIX
 from attention.plan import AttentionPlan
 
@@ -107,19 +105,11 @@ def support_by_target(config: Any, plan: AttentionPlan) -> dict[str, EngineSuppo
 
 
 def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
-    """Targets that were tested.
-
-    Llama.cpp reads a Phi folder as if it had as many KV heads as query heads (use target gguf), and
-    other families than those of that target were not tried in it.
-    """
-    name = family_of(config).name
-    grouped_phi = name == "phi" and max(widths_of(plan)) > 1
-    readers = ALL if name in OF_FAMILY and not grouped_phi else ALL[:2]
-    try:
-        kv_bytes_in("vllm", config, plan, "float32")
-    except TargetError:
+    """Return the software that loads a stock folder, llama.cpp by way of target gguf."""
+    supported = support_by_target(config, plan)
+    if "vllm" not in supported:
         return ALL[:1]
-    return readers
+    return ALL if "gguf" in supported else ALL[:2]
 
 
 def _reason(plan: AttentionPlan) -> str:

@@ -57,7 +57,9 @@ def _read(source: str, cached: bool, config: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=cached)
+        return AutoTokenizer.from_pretrained(
+            source, local_files_only=cached, trust_remote_code=False
+        )
     except Exception:
         try:
             config = load_config(source) if config is None else config
@@ -65,7 +67,9 @@ def _read(source: str, cached: bool, config: Any) -> Any:
             config = None
         if config is None:
             raise
-        return AutoTokenizer.from_pretrained(source, config=config, local_files_only=cached)
+        return AutoTokenizer.from_pretrained(
+            source, config=config, local_files_only=cached, trust_remote_code=False
+        )
 
 
 def _none_at(source: str | Path) -> TokenizerError:

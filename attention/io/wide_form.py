@@ -11,6 +11,7 @@ pairs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -141,6 +142,8 @@ def wide_config(config: Any, plan: AttentionPlan) -> tuple[PretrainedConfig, Att
         rope["partial_rotary_factor"] = config.rope_parameters["partial_rotary_factor"]
     head_dim = width * geometry.head_dim
     fields = family_fields(config) | {"head_dim": head_dim, "rope_parameters": rope}
+    if "attention_multiplier" in fields:  # of Granite; else queries would take the factor
+        fields["attention_multiplier"] /= math.sqrt(width)
     layers = tuple(LayerPlan(layer.key_map, layer.value_map) for layer in plan.layers)
     wide_plan = replace(plan, layers=layers, head_dim=head_dim)
     return family.config_class(**fields), wide_plan

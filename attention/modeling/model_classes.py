@@ -182,6 +182,7 @@ def headfold_config(config: PretrainedConfig, plan: AttentionPlan) -> Pretrained
 def family_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of a config that its family's stock and Headfold forms have in common."""
     of_one_form = ("model_type", "architectures", "attention_plan", "transformers_version")
+    of_one_form += ("auto_map",)  # names files of code that are only in the folder of the source
     return {name: value for name, value in config.to_dict().items() if name not in of_one_form}
 
 

@@ -20,13 +20,23 @@ from pathlib import Path
 import torch
 
 from attention.base.timing import duration
+from attention.io.files import sha256
 from benchmarks.real import figure
 from benchmarks.real.page import CORE, GPU_RECORDS, PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Unavailable, Workspace
 from benchmarks.records import PartRecord, Records, RecordsError, Status
 from benchmarks.report import commit, versions
+from orchestrator.serving.vllm import VARIABLE
+from trainers.text.corpora import DataError, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
+ON_OTHER_TEXTS = ("other_text", "calibration", "other_formats", "finetune")
+"""Parts that use the texts of the command line."""
+WIKITEXT = {
+    "d790b833ef8cf03a": "the test file of WikiText-2",
+    "f0737ed31fc1329": "its validation file",
+}
+"""Beginnings of the digests of texts, and their names on the page."""
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -42,7 +52,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--records", type=Path, help="records to add to (default: those of the page)")
     parser.add_argument("--all", action="store_true", help="all parts, also those that compare for hours")
     parser.add_argument("--only", action="append", choices=names, help="a part to run; repeatable")
-    parser.add_argument("--again", action="append", choices=names, default=[], help="a part to run although it is done")
+    parser.add_argument("--again", action="append", choices=names, default=[], help="a part to measure again")
     parser.add_argument("--text", help="a text to measure on too, e.g. the test file of WikiText-2")
     parser.add_argument("--calibration-text", help="another text of that kind, e.g. WikiText-2's validation file")
     parser.add_argument("--quick", action="store_true", help="little text and short fits, recorded in the folder alone")
@@ -76,14 +86,31 @@ def measure(name: str, work: Workspace) -> PartRecord:
         status, reason = "skipped", str(error)
     except CommandError as error:
         status, reason = "failed", str(error)
-    except (KeyError, TypeError) as error:  # a command's JSON is not what the part reads
+    except (LookupError, TypeError, ValueError) as error:  # a command's JSON is not what the part reads
         status, reason = "failed", repr(error)
     seconds = time.monotonic() - started
     run = {"date": str(date.today()), "commit": commit()}
     if commands := work.commands():
         seconds = sum(command["wall_seconds"] for command in commands)
         run = {key: commands[-1][key] for key in run}
-    return PartRecord(status=status, reason=reason, seconds=seconds, rows=rows, **run)
+    return PartRecord(status=status, reason=reason, seconds=seconds, rows=rows, notes=notes_on(name, work), **run)
+
+
+def notes_on(name: str, work: Workspace) -> list[str]:
+    """Return what a part was measured with, where the page does not say it of all parts."""
+    notes = [] if work.gpu else [f"cores with {torch.backends.cpu.get_cpu_capability()}"]
+    if name in ON_OTHER_TEXTS and work.text is not None:
+        texts = [work.text] if work.calibration_text is None else [work.text, work.calibration_text]
+        notes.append(f"texts: {', '.join(map(title, texts))}")
+    return notes
+
+
+def title(text: str) -> str:
+    """Return the name of a text on the page."""
+    if not Path(text).is_file():
+        return text
+    digest = sha256(Path(text))
+    return next((name for start, name in WIKITEXT.items() if digest.startswith(start)), Path(text).name)
 
 
 def shared_records(file: Path | None, card: dict[str, str], gpu: bool) -> Records | None:
@@ -130,23 +157,33 @@ def main(words: list[str] | None = None) -> int:
     card = {"device": gpu or f"{os.cpu_count()} CPU cores", "software": versions()}
     texts = source(arguments.text), source(arguments.calibration_text)
     work = Workspace(folder, arguments.quick, *texts, gpu=gpu is not None)
+    if (python := os.environ.get(VARIABLE)) is not None:  # commands run in the folder
+        os.environ[VARIABLE] = str(Path(python).absolute())
     try:
+        for text in filter(None, texts):
+            resolve(text)
         records = Records.open(folder / "records.json", card)
         shared = None if arguments.quick else shared_records(arguments.records, card, work.gpu)
-    except RecordsError as error:
+    except (RecordsError, DataError) as error:
         print(f"make real: {error}", file=sys.stderr)
         return 2
-    chosen = TITLES if arguments.all else arguments.only or CORE
-    names = [name for name in TITLES if name in chosen]
+    chosen = TITLES if arguments.all else arguments.only or arguments.again or CORE
+    names = [name for name in TITLES if name in (*chosen, *arguments.again)]
     missing = [name for name in names if name in arguments.again or not records.is_done(name)]
     if missing and not arguments.quick:
         print(f"real: {time_on_the_page(missing)}", file=sys.stderr, flush=True)
     for number, name in enumerate(missing, 1):
         print(f"real: {name}: {TITLES[name]} ({number} of {len(missing)})", file=sys.stderr, flush=True)
+        if name in arguments.again:
+            replace(work, part=name).forget()
         part = measure(name, work)
         records.add(name, part)
         # What is not possible here does not replace what was measured elsewhere
-        if shared is not None and (part["status"] == "done" or not shared.is_done(name)):
+        if shared is not None and not (part["status"] == "skipped" and shared.is_done(name)):
+            if part["status"] == "failed" and shared.is_done(name):
+                reason = f"{part['date']}, commit {part['commit']}: {part['reason']}"
+                part = shared.parts[name].copy()
+                part["reason"] = reason
             shared.add(name, part)
             if shared.file in (RECORDS, GPU_RECORDS) and RECORDS.exists():
                 write_page()

@@ -49,7 +49,8 @@ def _conversions(records: Records) -> Iterator[Point]:
     for name, part in records.parts.items():
         for row in part["rows"]:
             if row.get("recipe") == name:  # a part that is one recipe at several sizes
-                series = PUBLISHED if name in _CITED else FEWER_HEADS
+                cited = name.removesuffix("_plain").removesuffix("_refined") in _CITED
+                series = PUBLISHED if cited else FEWER_HEADS
                 yield Point(series, name, _share(row["KV cache"]), _increase(row["increase"]))
 
 
@@ -59,7 +60,7 @@ def _searched(records: Records) -> Iterator[Point]:
     measured = {point.label for point in _conversions(records)}
     for row in part["rows"] if part else ():
         recipe = row["recipe"]
-        if recipe in _CITED and recipe not in measured and row["status"] != "copy":
+        if recipe in _CITED and not {recipe, f"{recipe}_plain"} & measured and row["status"] != "copy":
             yield Point(PUBLISHED, recipe, _share(row["KV cache"]), _increase(row["untrained"]))
 
 

@@ -18,6 +18,8 @@ TITLES = {
     "defaults": "A size and nothing else",
     "inspect": "`headfold inspect`",
     "gqa": "Means of neighbours (`gqa`)",
+    "gqa_refined": "The same with the local fit (`gqa_refined`)",
+    "align_plain": "Means of aligned heads (`align_plain`)",
     "least_squares": "Least squares (`least_squares`)",
     "headfold_gqa": "Groups of heads (`headfold_gqa`)",
     "headfold_layers": "Head counts by layer (`headfold_layers`)",
@@ -28,11 +30,14 @@ TITLES = {
     "vLLM": "In vLLM",
     "engine_caches": "Cache formats in llama.cpp itself",
     "long_context": "Recall in long contexts",
+    "tasks": "Tasks of lm-evaluation-harness",
     "generations": "Ten questions",
     "other_text": "Another text",
+    "code": "Code",
     "calibration": "Calibration text of the same kind and of another",
     "other_formats": "Cache formats on the other text",
     "finetune": "Half of the heads, and forty steps",
+    "learning_rates": "Learning rates of the search",
     "search": "A search with a short distillation",
     "promotion": "A promotion",
 }
@@ -41,16 +46,22 @@ CORE = (
     "fetch",
     "inspect",
     "gqa",
+    "gqa_refined",
+    "align_plain",
     "least_squares",
-    "headfold_gqa",
     "headfold_layers",
     "headfold_wide",
     "formats",
     "llama.cpp",
     "generations",
+    "code",
     "search",
 )
 """Default parts: from the model to a search, without the long comparisons."""
+_SEARCH_TEXT = (
+    "Trials are measured on 4,096 tokens in sequences of 256, on which the best model is chosen; the gate's numbers, "
+    "of the promoted models and their baselines, are of other held-out text."
+)
 _LARGEST = "The conversions are those to 67% of the KV heads."
 ABOUT = {
     "fetch": "Downloaded from a package index.",
@@ -58,6 +69,10 @@ ABOUT = {
     "--check --out half-gguf`: 16,384 tokens of the built-in text in sequences of 2,048. "
     "Measured before `auto` compared wide heads: at 67% it may now choose `headfold_wide`.",
     "inspect": "What each layer loses with fewer KV heads, as a page with figures.",
+    "gqa": "The recipe of Ainslie 2023 (GQA).",
+    "gqa_refined": "`--recipe gqa --set refinement=fit_heal`: means, then the local fit that Headfold's recipes have.",
+    "align_plain": "`--recipe align --set relaxation=none`: heads of a group are rotated towards each other (Jin 2024) "
+    "and averaged. The paper then trains under masks, as the search below does.",
     "formats": "The cache rounded as the engines round it (`headfold evaluate --cache-types`); bytes relative to the "
     "original's cache in 16 bits. *fp8* is vLLM's, the others are llama.cpp's; with two "
     "names the first is the keys' format and the second the values'.",
@@ -66,19 +81,23 @@ ABOUT = {
     "vLLM": f"The same by target `vllm`, on a CPU: compared in float32, timed in bfloat16. {_LARGEST}",
     "engine_caches": "`headfold evaluate --engine llama.cpp --cache-types`: losses from the engine's own "
     "log-probabilities on 2,048 tokens, bytes from its log; increase and share relative to the original in f16.",
-    "long_context": "A line with a value is hidden at five depths of held-out text; *recall* is how often the hidden "
-    "one of four values is the likeliest. Chance is 25%. "
+    "long_context": "`headfold evaluate --context-lengths`: a line with a value is hidden at five depths of held-out "
+    "text; *recall* is how often the hidden one of four values is the likeliest. Chance is 25%. "
     f"{_LARGEST}",
+    "tasks": "`headfold evaluate --tasks ruler_niah_single_1,ruler_vt --context-lengths 1024`: tasks of RULER, whose "
+    f"data is generated; those of the harness itself need a model hub. {_LARGEST}",
     "generations": f"Greedy, through the chat template; the answers of the original and of each conversion. {_LARGEST}",
-    "other_text": f"The test file of WikiText-2, which neither calibration nor the local fit has seen. {_LARGEST}",
-    "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on that and on the test file "
-    "of WikiText-2; *other text* is WikiText-2's validation file.",
+    "other_text": f"A text of which neither calibration nor the local fit has seen anything. {_LARGEST}",
+    "code": f"`headfold evaluate --eval-data stdlib`: held-out files of Python's standard library alone. {_LARGEST}",
+    "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on the built-in text and on "
+    "the first text named below; *other text* is the second.",
     "other_formats": "Conversions that are calibrated on 32,768 tokens of that kind, and the original.",
     "finetune": "Calibrated on 32,768 tokens of the other text's kind, then `headfold finetune --original`: KL to the "
     "original on fresh tokens of it, all weights at 1e-4.",
-    "search": "`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
-    "towards the original's predictions. *stopped*: stopped early by the scheduler; *copy*: the same model as that of "
-    "an earlier trial, whose result it takes.",
+    "learning_rates": "Twelve steps of three recipes at each of three rates, by the configuration of the search below.",
+    "search": f"`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
+    f"towards the original's predictions. {_SEARCH_TEXT} *stopped*: stopped early by the scheduler; *copy*: the same "
+    "model as that of an earlier trial, whose result it takes.",
     "promotion": "The same with two recipes at one size: the better one is promoted, which trains it and the baseline "
     "further, compares both on other text, registers the model, and exports it.",
 }
@@ -95,11 +114,11 @@ Unless a table says otherwise the text is the built-in mix of prose and code: 8,
 held-out ones to measure on, in sequences of 512. More calibration text loses less; [calibrate on your own
 text](howto/own-data.md) for numbers on your use. *Increase* is that of the held-out loss in nats per token, with
 the standard error of the paired difference. *Minutes* is the time of one command for all its sizes, and the time below
-a table that of the whole part, both on cores that did other work too; an idle machine is faster. If a search was
-continued, it is the time of the last run. Parts of 2026-11-28 were measured on two cores without AVX-512, which take
-two to three times as long as the others. Until that day Headfold split white space before digits otherwise than the
-model's tokenizer: for 1.3 % of the built-in text's tokens, this page was measured with other tokens, and for none of
-WikiText-2's ([log](../benchmarks/LOG.md)). *With changes* after a commit: the checkout had uncommitted changes.
+a table that of the commands that the part was the first to run, both on cores that may have done other work too; an
+idle machine is faster. Cores with AVX2 take two to three times as long as those with AVX512. *Former splitting*:
+measured when Headfold split white space before digits otherwise than the model's tokenizer, which gave other tokens for
+1.3 % of the built-in text and for none of WikiText-2 ([log](../benchmarks/LOG.md)). *With changes* after a commit: the
+checkout had uncommitted changes.
 
 """
 HOW = """
@@ -117,7 +136,7 @@ python examples/real/smollm2.py  # only the model at some sizes
 
 Each part runs the commands of `headfold` that a user would type, prints them, and is recorded when it has finished; the
 JSON of every command and the converted models are in `runs/real` (6 GB, 25 GB during the search). `make real
-ARGS="--again formats"` records a part again.
+ARGS="--again formats"` measures a part again.
 """
 
 
@@ -171,13 +190,14 @@ def _how(records: Records) -> str:
     seconds = {name: part["seconds"] for name, part in records.parts.items()}
     core, whole = (duration(sum(seconds.get(name, 0) for name in names)) for names in (CORE, TITLES))
     names = ", ".join(f"`{name}`" for name in CORE)
-    text = f"The core is {names}: {core} by the times above, all parts {whole}."
+    text = f"The core is {names}: {core} by the times above; all parts at least {whole}."
     return HOW.format(core=textwrap.fill(text, 120))
 
 
 def _part(part: PartRecord) -> str:
     time = f", {duration(part['seconds'])}" if part["seconds"] >= 1 else ""
-    when = ended(part, f"{part['date']}, commit {part['commit']}{time}.")
+    notes = "".join(f"; {note}" for note in part.get("notes", []))
+    when = ended(part, f"{part['date']}, commit {part['commit']}{time}{notes}.")
     return f"{_table(part['rows'])}\n\n{when}" if part["rows"] else when
 
 

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.real.workspace import GGUF, PACKAGE, Unavailable, Workspace
+from orchestrator.evaluation.ruler import STRING_MATCH
 from orchestrator.serving.speed import SPEEDS
 from orchestrator.serving.vllm import VARIABLE
 
 Row = dict[str, str]
 RATIOS = "0.67,0.5,0.34"
 """Shares of the KV cache: with three KV heads per layer less than a third needs more than fewer heads."""
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "gqa_refined": ("--recipe", "gqa", "--set", "refinement=fit_heal"),
+    "align_plain": ("--recipe", "align", "--set", "relaxation=none"),
+}
+"""Options of conversions that are no recipe of the catalogue; the others have `--recipe NAME`."""
 FORMATS = ("q8_0", "fp8", "q8_0/q4_0", "q4_0")
 FEW_FORMATS = ("q8_0", "q8_0/q4_0")
 """Formats of conversions that later parts do not use."""
-ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0"
+ENGINE_FORMATS = "f16,q8_0,q8_0/q4_0,q4_0"
 """Formats of llama.cpp, which it measures itself."""
 PROMPTS = (
     "What is the capital of France?",
@@ -66,9 +73,11 @@ ON_A_GPU = {
 }
 """Settings of the search where a GPU trains: 100 steps of 4 x 512 tokens, and as many of a promotion."""
 CHOSEN = ("headfold_layers", "headfold_wide")
-"""Recipes whose largest conversions later parts look at."""
-FORMS = ("headfold_gqa", *CHOSEN)
-"""Recipes whose conversions of all sizes are measured with their caches in formats."""
+"""Conversions whose largest size later parts look at."""
+FORMS = ("gqa_refined", *CHOSEN)
+"""Conversions of which all sizes are measured with their caches in formats."""
+TASKS = "ruler_niah_single_1,ruler_vt"
+"""Tasks of lm-evaluation-harness whose data is generated: those of its own need a hub."""
 
 
 def fetch(work: Workspace) -> Iterator[Row]:
@@ -106,24 +115,23 @@ def inspect(work: Workspace) -> Iterator[Row]:
     yield {"page": "inspection.html", "minutes": _minutes(record)}
 
 
-def converted(work: Workspace, recipe: str) -> dict[str, Any]:
-    """Return the record of the conversions by a recipe at all ratios, converted unless they are there."""
+def converted(work: Workspace, name: str) -> dict[str, Any]:
+    """Return the record of the conversions by a recipe, or by `OPTIONS`, at all ratios, made unless they are there."""
     work.fetch()
-    short = work.short_fits if recipe.startswith("headfold") else []
-    options = ["--recipe", recipe, "--kv-ratio", RATIOS, *work.texts, *short]
-    return work.run(
-        f"convert-{recipe}", "convert", "--model", GGUF, *options, "--out", f"curve-{recipe}", "--overwrite"
-    )
+    recipe = OPTIONS.get(name, ("--recipe", name))
+    short = work.short_fits if name.startswith("headfold") or name.endswith("refined") else []
+    options = [*recipe, "--kv-ratio", RATIOS, *work.texts, *short]
+    return work.run(f"convert-{name}", "convert", "--model", GGUF, *options, "--out", f"curve-{name}", "--overwrite")
 
 
-def conversions(recipe: str) -> Callable[[Workspace], Iterator[Row]]:
+def conversions(name: str) -> Callable[[Workspace], Iterator[Row]]:
     """Return the part that converts by one recipe at all ratios."""
 
     def part(work: Workspace) -> Iterator[Row]:
-        record = converted(work, recipe)
+        record = converted(work, name)
         for point in record["points"]:
             yield {
-                "recipe": recipe,
+                "recipe": name,
                 "requested": f"{point['kv_ratio_asked']:.0%}",
                 "KV cache": f"{point['kv_ratio']:.1%}",
                 "loss before": f"{record['original_loss']:.3f}",
@@ -222,28 +230,41 @@ def engine_caches(work: Workspace) -> Iterator[Row]:
 
 
 def long_context(work: Workspace) -> Iterator[Row]:
-    """Recall of a hidden line: 160 contexts of one length for each model."""
-    length = "128" if work.quick else "1024"
-    for name, folder in chosen(work).items():
-        options = [*beside_original(work), "--context-lengths", length]
+    """Recall of a hidden line: 60 contexts of each length for each model."""
+    lengths, texts = ("128", "2") if work.quick else ("1024,2048,4096,8192", "3")
+    options = [*work.held_out, "--speed-tokens", "0", "--context-lengths", lengths, "--context-texts", texts]
+    for name, folder in {"original": GGUF, **chosen(work)}.items():
         record = work.run(f"context-{name}", "evaluate", folder, *options)
-        for model, lengths in record["long_context"]["recall"].items():
-            for context, depths in lengths.items():
-                yield {
-                    "model": name if model == "checkpoint" else model,
-                    "context": f"{int(context):,}",
-                    "recall": f"{_mean(depth['recall'] for depth in depths):.0%}",
-                    "margin, nats": f"{_mean(depth['margin'] for depth in depths):.2f}",
-                }
+        for context, depths in record["long_context"]["recall"]["checkpoint"].items():
+            yield {
+                "model": name,
+                "context": f"{int(context):,}",
+                "recall": f"{_mean(depth['recall'] for depth in depths):.0%}",
+                "margin, nats": f"{_mean(depth['margin'] for depth in depths):.2f}",
+            }
+
+
+def tasks(work: Workspace) -> Iterator[Row]:
+    """Tasks of lm-evaluation-harness whose data is generated."""
+    options = [*work.held_out, "--speed-tokens", "0", "--tasks", TASKS]
+    options += ["--context-lengths", "512" if work.quick else "1024", "--context-texts", "2"]
+    for name, folder in {"original": GGUF, **chosen(work)}.items():
+        record = work.run(f"tasks-{name}", "evaluate", folder, *options)
+        for task, scores in record["tasks"]["checkpoint"].items():
+            yield {
+                "model": name,
+                "task": task,
+                "documents": f"{scores['items']:.0f}",
+                "answers found": f"{scores[STRING_MATCH]:.0%} ± {scores[f'{STRING_MATCH}_stderr']:.0%}",
+            }
 
 
 def generations(work: Workspace) -> Iterator[Row]:
     """Answers to ten questions, side by side."""
-    prompts = work.folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": CHAT.format(question)}) for question in PROMPTS[: 2 if work.quick else None]]
-    prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    prompts = work.write("prompts.jsonl", "\n".join([*lines, ""]))
     for name, folder in chosen(work).items():
-        options = [*beside_original(work), "--prompts", prompts.name]
+        options = [*beside_original(work), "--prompts", prompts]
         record = work.run(f"generations-{name}", "evaluate", folder, *options)
         for question, each in zip(PROMPTS, record["generations"], strict=False):
             for model, text in each["texts"].items():
@@ -255,9 +276,18 @@ def other_text(work: Workspace) -> Iterator[Row]:
     """Perplexity on a text that nothing was calibrated on."""
     if work.text is None:
         raise Unavailable("no text was named; name one with TEXT=..., e.g. the test file of WikiText-2")
+    yield from on_text(work, "text", work.text)
+
+
+def code(work: Workspace) -> Iterator[Row]:
+    """Perplexity on code alone."""
+    yield from on_text(work, "code", "stdlib")
+
+
+def on_text(work: Workspace, label: str, source: str) -> Iterator[Row]:
+    """Measure the conversions that later parts look at on a text."""
     for name, folder in chosen(work).items():
-        options = [*beside_original(work), "--eval-data", work.text]
-        record = work.run(f"text-{name}", "evaluate", folder, *options)
+        record = work.run(f"{label}-{name}", "evaluate", folder, *beside_original(work), "--eval-data", source)
         yield {
             "model": name,
             "perplexity of the original": f"{record['original_perplexity']:.2f}",
@@ -328,7 +358,11 @@ def finetune(work: Workspace) -> Iterator[Row]:
     steps = "1" if work.quick else "40"
     options = [*work.held_out, "--data", other, "--eval-data", text, "--steps", steps, "--set", "train.batch_size=4"]
     tuned = "half-finetuned"
-    work.run(tuned, "finetune", "--model", half, "--original", GGUF, *options, "--out", tuned)
+    command = ["finetune", "--model", half, "--original", GGUF, *options, "--out", tuned]
+    if (work.folder / f"{tuned}.json").is_file() and not work.has_finished(tuned, *command):
+        for folder in (tuned, f"{tuned}.training"):  # of another model or text
+            shutil.rmtree(work.folder / folder, ignore_errors=True)
+    work.run(tuned, *command)
     for label, folder in (("converted", half), (f"{steps} steps of 4 x 512 tokens", tuned)):
         record = work.run(f"text-{folder}", "evaluate", folder, *beside_original(work), "--eval-data", text)
         yield {
@@ -358,54 +392,66 @@ def search(work: Workspace) -> Iterator[Row]:
     """A search through Ray Tune, Ray Train and DeepSpeed with a short distillation, and its promotions."""
     record = searched(work, "search")
     yield from _trials(record)
-    for model in record["promoted"]:
-        yield _promoted(record, model) | {
-            "status": f"the whole search: {_minutes(record)} minutes",
-        }
+    yield from _promotions(record)
+
+
+def learning_rates(work: Workspace) -> Iterator[Row]:
+    """The search's short trainings at several learning rates, from which its configuration takes each recipe's."""
+    changes = ["search.recipes=[gqa,least_squares,headfold_gqa]", "search.kv_ratios=[0.67]"]
+    changes += ["search.learning_rates=[1e-4,3e-4,1e-3]", "promotion.enabled=false"]
+    yield from _trials(searched(work, "learning_rates", *changes))
 
 
 def promotion(work: Workspace) -> Iterator[Row]:
     """A search of two recipes at one size, the promotion of the better one, and its export for llama.cpp."""
     record = searched(work, "promotion", "search.recipes=[gqa,headfold_gqa]", "search.kv_ratios=[0.67]")
     yield from _trials(record)
-    for baseline in record["promotion"]["baselines"].values():
-        yield {
-            "recipe": f"{baseline['recipe']}, trained as long",
-            "KV cache": f"{baseline['used_kv_ratio']:.1%}",
-            "trained": f"{baseline['loss'] - baseline['original_loss']:+z.3f}",
-            "steps": str(baseline["steps"]),
-            "status": "the baseline of the gate",
-        }
+    yield from _promotions(record)
     for model in record["promoted"]:
         out = "promotion-gguf"
         folder = os.path.relpath(str(model["path"]), work.folder)
         options = ["--target", "gguf", "--engine", "llama.cpp", "--check", "--out", out, "--overwrite"]
         export = work.run("export-promotion", "export", folder, *options)
         check = "; ".join(f"{key}: {value}" for key, value in _checked(export["check"]).items())
-        yield _promoted(record, model) | {"status": check}
+        yield {"recipe": f"{model['recipe']}, exported", "status": check}
 
 
 def _trials(record: Mapping[str, Any]) -> Iterator[Row]:
     for trial in record["trials"]:
-        first, last = trial["rungs"][0], trial["rungs"][-1]
+        increases = [rung["loss_increase"] for rung in trial["rungs"]] or [None]
         yield {
-            "recipe": trial["recipe"],
+            "recipe": trial["label"],
             "KV cache": f"{trial['actual_kv_ratio'] or trial['kv_ratio']:.1%}",
-            "untrained": f"{first['loss_increase']:+z.3f}",
-            "trained": f"{last['loss_increase']:+z.3f}",
-            "steps": str(last["step"]),
+            "rate": f"{trial['learning_rate']:g}",
+            "untrained": _signed(increases[0]),
+            "trained": _signed(increases[-1]),
+            "steps": str(trial["rungs"][-1]["step"]) if trial["rungs"] else "",
             "status": trial["status"],
         }
 
 
-def _promoted(record: Mapping[str, Any], model: Mapping[str, Any]) -> Row:
-    candidate = record["promotion"]["candidates"][model["trial_id"]]
-    return {
-        "recipe": f"{model['recipe']}, promoted",
-        "KV cache": f"{candidate['used_kv_ratio']:.1%}",
-        "trained": _increase(model),
-        "steps": str(candidate["steps"]),
-    }
+def _promotions(record: Mapping[str, Any]) -> Iterator[Row]:
+    """What the gate measured of each candidate and of its baseline, on the text of the gate."""
+    promotion = record["promotion"]
+    baselines = {entry["kv_ratio"]: entry for entry in promotion["baselines"].values()}
+    for candidate in promotion["candidates"].values():
+        checks = candidate["checks"]
+        original = checks.get("original_test_loss")
+        difference, error = (checks.get(key) for key in ("loss_difference", "loss_difference_stderr"))
+        against = "" if None in (difference, error) else f"{difference:+z.3f} ± {error:.3f} against the baseline; "
+        status = "; ".join(candidate["reasons"]) or candidate["status"]
+        entries = [(candidate, "promoted", "test_loss", against + status)]
+        if (baseline := baselines.get(candidate["kv_ratio"])) is not None:
+            entries.append((baseline, "trained as long", "baseline_test_loss", "the baseline of the gate"))
+        for entry, label, key, words in entries:
+            loss = checks.get(key)
+            yield {
+                "recipe": f"{entry['label']}, {label}",
+                "KV cache": f"{entry['used_kv_ratio'] or entry['kv_ratio']:.1%}",
+                "trained": _signed(None if None in (loss, original) else loss - original),
+                "steps": str(entry["steps"]),
+                "status": words,
+            }
 
 
 PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
@@ -413,6 +459,8 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "defaults": defaults,
     "inspect": inspect,
     "gqa": conversions("gqa"),
+    "gqa_refined": conversions("gqa_refined"),
+    "align_plain": conversions("align_plain"),
     "least_squares": conversions("least_squares"),
     "headfold_gqa": conversions("headfold_gqa"),
     "headfold_layers": conversions("headfold_layers"),
@@ -423,11 +471,14 @@ PARTS: Mapping[str, Callable[[Workspace], Iterator[Row]]] = {
     "vLLM": in_engine("vLLM", "vllm"),
     "engine_caches": engine_caches,
     "long_context": long_context,
+    "tasks": tasks,
     "generations": generations,
     "other_text": other_text,
+    "code": code,
     "calibration": calibration,
     "other_formats": other_formats,
     "finetune": finetune,
+    "learning_rates": learning_rates,
     "search": search,
     "promotion": promotion,
 }
@@ -467,6 +518,10 @@ def _minutes(record: Mapping[str, Any]) -> str:
 def _increase(record: Mapping[str, Any]) -> str:
     error = record.get("loss_increase_stderr")
     return f"{record['loss_increase']:+z.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+def _signed(increase: float | None) -> str:
+    return "" if increase is None else f"{increase:+z.3f}"
 
 
 def _mean(values: Iterable[float]) -> float:

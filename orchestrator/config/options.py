@@ -488,6 +488,14 @@ class EvaluateOptions(EvalTextOptions, DeviceOptions):
             "the sequence length)."
         ),
     ] = None
+    context_texts: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Texts at each of --context-lengths that a line is hidden in, 20 times each "
+            "(default: 8). Fewer take less time and are less exact.",
+        ),
+    ] = None
     engine: Annotated[
         str | None,
         typer.Option(

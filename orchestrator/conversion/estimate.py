@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -122,12 +123,14 @@ class RunEstimate:
         layerwise: Whether it is done layer by layer.
         too_large: Whether it does not fit in memory where the options leave the way open.
         folder: The output folder, if any.
+        alternatives: Whether only one of the points will be converted.
     """
 
     points: tuple[ConversionEstimate, ...]
     layerwise: bool
     too_large: bool
     folder: Path | None
+    alternatives: bool = False
 
     @classmethod
     def of(
@@ -137,6 +140,7 @@ class RunEstimate:
         *,
         several: bool,
         layerwise: bool | None,
+        alternatives: bool = False,
     ) -> RunEstimate:
         """Decide between memory and layer by layer.
 
@@ -145,20 +149,25 @@ class RunEstimate:
             folder: The output folder, if any.
             several: Whether ratios are converted from one calibration, which needs memory.
             layerwise: The way that the options request; None for memory where it fits.
+            alternatives: Whether only one of the points will be converted.
         """
         first = points[0]
         is_open = layerwise is None and not several and folder is not None
         too_large = is_open and first.too_large
         by_layer = bool(layerwise) or (too_large and first.layerwise_possible)
-        return cls(tuple(points), by_layer, too_large, None if folder is None else Path(folder))
+        path = None if folder is None else Path(folder)
+        return cls(tuple(points), by_layer, too_large, path, alternatives)
 
     @property
     def total(self) -> Estimate:
         """The resources of all conversions, done one after the other."""
-        total = sum(
-            (point.layer_by_layer if self.layerwise else point.in_memory for point in self.points),
-            Estimate(),
-        )
+        estimates = [
+            point.layer_by_layer if self.layerwise else point.in_memory for point in self.points
+        ]
+        if self.alternatives:
+            total = reduce(Estimate.larger, estimates)
+        else:
+            total = sum(estimates, Estimate())
         if self.folder is None:
             return Estimate(total.memory, seconds=total.seconds)
         return total
@@ -195,6 +204,12 @@ class RunEstimate:
                 f"memory: this conversion does not fit: it takes about {gib(total.memory)}, and "
                 f"{gib(first.available)} are available; {other}; fewer calibration tokens or "
                 "another machine would do"
+            )
+        if not self.layerwise and 0 < first.host_available < first.host:
+            raise ConfigError(
+                f"memory: the statistics of this conversion take about {gib(first.host)} of the "
+                f"machine's memory, and {gib(first.host_available)} are available; fewer "
+                "calibration tokens or another machine would do"
             )
         disk = total.disk + total.scratch
         free = math.inf if self.folder is None else disk_free(self.folder)

@@ -368,9 +368,12 @@ def _measured_recipe(
     request = store.request
     context = store.context
     usual_steps = recipe.knobs("refinement").get("fit_steps", 0)
-    if name == request.recipe.name:
+    planned = request.recipe
+    allocated = (planned.name, planned.together, planned.allocation)
+    # The measured recipe may have other head counts than that of its name
+    if (name, recipe.together, recipe.allocation) == allocated:
         plan = plans[requested]
-        recipe = request.recipe
+        recipe = planned
     else:
         ratio = nearest_budget(recipe, requested, context.geometry)
         plan = make_plan(recipe, ratio, context, np.random.default_rng(request.seed))

@@ -80,7 +80,7 @@ class Extras:
         Args:
             tokenizer: Of the models.
             max_positions: Of the models.
-            held_out: Called with a length, gives held-out text `[NUM_TEXTS, length]`.
+            held_out: Called with a length, gives held-out texts `[N, length]`.
             seed: Of the hidden lines.
 
         Raises:

@@ -24,7 +24,7 @@ from trainers.text.tokenising import beginning
 BINS = 8
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the line: the beginning of the context, ..., right before the question."""
-NUM_TEXTS = 8  # that a line is hidden in, at each depth
+NUM_TEXTS = 8  # that a line is hidden in, at each depth, by default
 CANDIDATES = 4  # values that the line of a text has, one after the other; chance is one in so many
 SHORTEST = 64  # context that holds a line, the question, and text between them
 _TOKENS_AT_ONCE = 2048
@@ -107,8 +107,8 @@ class Needles:
     """Contexts with a hidden line, each ending in the question for its value.
 
     Attributes:
-        ids: `[DEPTHS, NUM_TEXTS, CANDIDATES, L]`: with each value hidden.
-        candidates: `[NUM_TEXTS, CANDIDATES]`: token ids of the values.
+        ids: `[DEPTHS, N, CANDIDATES, L]`: with each value hidden.
+        candidates: `[N, CANDIDATES]`: token ids of the values.
     """
 
     ids: Tensor
@@ -122,7 +122,7 @@ class Needles:
         the vocabulary, values of one token.
 
         Args:
-            sequences: Text `[NUM_TEXTS, L]`.
+            sequences: Texts `[N, L]`.
             tokenizer: Of the model.
             seed: Of keys and values.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from attention.io.targets import target
 from orchestrator.config.options import ExportOptions
 from orchestrator.serving.check import CheckError
-from orchestrator.serving.engine import EngineError
+from orchestrator.serving.engine import EngineError, EngineFailure
 from orchestrator.serving.engines import engine
 from orchestrator.serving.export import export_checkpoint
 from orchestrator.storage.promotion_record import GateChecks
@@ -34,7 +34,7 @@ def export_for_engine(
     )
     try:
         record = export_checkpoint(options)
-    except (ValueError, CheckError, EngineError) as error:
+    except (ValueError, CheckError, EngineFailure) as error:
         return None, {}, f"export to {name} failed: {error}"
     checks: GateChecks = {"target": name, "engine_kv_heads": list(record["kv_heads"])}
     if missing is not None:

@@ -298,7 +298,7 @@ def _mean_cost(trials: Sequence[TrialRecord]) -> dict[str, float]:
 
 # ---- as text -------------------------------------------------------------------------------------
 
-KV_COLUMN = "KV kept"
+KV_COLUMN = "KV ratio"
 
 
 def _mean_bytes(sizes: Iterable[int | None]) -> int | None:

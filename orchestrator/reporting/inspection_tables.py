@@ -11,7 +11,7 @@ from attention.base.text import number
 from attention.base.timing import clock
 from attention.cache_formats import format_advice
 from attention.ratios import percent
-from orchestrator.reporting.comparison import KV_COLUMN, NO_VALUE
+from orchestrator.reporting.comparison import NO_VALUE
 from orchestrator.reporting.console import console
 from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of
 from orchestrator.reporting.tables import Table
@@ -191,7 +191,7 @@ def print_inspection(record: Mapping[str, Any]) -> None:
                 " ".join(f"{keys}/{values}" for keys, values in heads),
             ]
         )
-    columns = (KV_COLUMN, "bytes/token", "sum", "layers from the first")
+    columns = ("KV kept", "bytes/token", "sum", "layers from the first")
     out.print(Table(columns, rows).for_terminal(), "\n")
     out.print(
         f"Each recipe before any training, on {eval_text_of(record)} (± standard error; * lowest "

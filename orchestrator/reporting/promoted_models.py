@@ -47,6 +47,9 @@ class PromotedModel(TypedDict):
     trial_id: str
     recipe: str
     kv_ratio: float
+    """As requested."""
+    used_kv_ratio: float | None
+    """What it has, where the promotion has recorded it."""
     kv_bytes_per_token: int | None
     version: str | None
     """Version in the registry."""
@@ -98,6 +101,7 @@ def _model(candidate: Mapping[str, Any], stderr: float | None) -> PromotedModel:
         "trial_id": candidate["trial_id"],
         "recipe": candidate["recipe"],
         "kv_ratio": candidate["kv_ratio"],
+        "used_kv_ratio": candidate.get("used_kv_ratio"),
         "kv_bytes_per_token": candidate.get("kv_bytes_per_token"),
         "version": candidate.get("version"),
         "loss": loss,
@@ -118,7 +122,8 @@ def best_lines(models: Sequence[PromotedModel]) -> list[str]:
         if (increase := model["loss_increase"]) is not None:
             error = model["loss_increase_stderr"]
             loss = f", loss {increase:+z.3f}" + ("" if error is None else f" ± {error:.3f}")
-        share = f"{percent(model['kv_ratio'])} of the KV cache"
+        ratio = model["used_kv_ratio"] or model["kv_ratio"]
+        share = f"{percent(ratio)} of the KV cache"
         lines.append(
             f"promoted {model['path'] or model['trial_id']}  ({share}{loss}, {model['label']})"
         )

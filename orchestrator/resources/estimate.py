@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from attention.base.memory import memory_now
 from attention.base.text import gib
 from attention.base.timing import duration
+from attention.calibration.sizes import FREE_SHARE, most_exact
 from attention.ratios import bytes_of_ratio, own_heads, percent
 from attention.tensor_parallel import RankCache
 from orchestrator.resources.accelerators import conversion_rate, memory_of
-from orchestrator.resources.memory import available_bytes, layerwise_stages, resident_peak
+from orchestrator.resources.memory import (
+    all_statistics,
+    available_bytes,
+    layerwise_stages,
+    resident_peak,
+)
 from orchestrator.resources.processes import search_phase_bytes
 from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
 from orchestrator.resources.time import START_SECONDS, matmul_rate, operations
@@ -41,6 +48,15 @@ class Estimate:
             memory=max(self.memory, other.memory),
             disk=self.disk + other.disk,
             seconds=self.seconds + other.seconds,
+            scratch=max(self.scratch, other.scratch),
+        )
+
+    def larger(self, other: Estimate) -> Estimate:
+        """Return what either of two takes at most."""
+        return Estimate(
+            memory=max(self.memory, other.memory),
+            disk=max(self.disk, other.disk),
+            seconds=max(self.seconds, other.seconds),
             scratch=max(self.scratch, other.scratch),
         )
 
@@ -102,7 +118,8 @@ class ConversionEstimate:
     Attributes:
         kv_bytes_per_token: Of the converted model, heads alone.
         kv_bytes_per_token_original: Of the original model.
-        resident: Peak memory of the process in memory, with libraries and buffers.
+        resident: Peak memory of the process in memory, with libraries and buffers; on a GPU that
+            of the GPU.
         layerwise: The same layer by layer.
         stages: Peak memory of each stage of the way layer by layer.
         layerwise_possible: Whether there is that way.
@@ -117,6 +134,8 @@ class ConversionEstimate:
             recipes are compared by, DHA's search phase.
         ceiling: The ratio that is used instead of one that cannot be met, in words.
         on_gpu: Whether `available` is the memory of a GPU.
+        host: With a GPU, peak memory of its machine: the statistics of all layers are there.
+        host_available: Memory of that machine that is free; 0 where that is not known.
         elsewhere: Whether it is that of another machine.
         gpu: The GPU that `rate` is of; empty if it is that of this machine's CPUs.
         tensor_parallel: What each GPU of a tensor-parallel engine will hold, where requested.
@@ -141,6 +160,8 @@ class ConversionEstimate:
     shared_flops: float = 0.0
     ceiling: str = ""
     on_gpu: bool = False
+    host: int = 0
+    host_available: int = 0
     elsewhere: bool = False
     gpu: str = ""
     tensor_parallel: RankCache | None = None
@@ -165,6 +186,13 @@ class ConversionEstimate:
             base: Bytes of the process before it starts (default: as it is now).
         """
         size, g = Size.of(conversion.config), conversion.geometry
+        host_memory = machine.memory
+        if machine.on_gpu:
+            host_memory = 0 if machine.elsewhere else available_bytes()
+        limit = FREE_SHARE * (host_memory or math.inf)
+        sampled = conversion.sampled_tokens
+        mixed = most_exact(g, sampled, limit, conversion.sequence_length)
+        in_memory = replace(conversion, mixed=mixed)
         base = memory_now() if base is None else base
         width, written = conversion.working.itemsize, conversion.dtype.itemsize
         tokens = conversion.used_tokens + conversion.eval_tokens
@@ -189,7 +217,14 @@ class ConversionEstimate:
             parameters=size.total,
             resident=base
             + READ
-            + resident_peak(conversion, size, width, gpu_memory, search_phase_bytes(conversion)),
+            + resident_peak(
+                in_memory,
+                size,
+                width,
+                gpu_memory,
+                search_phase_bytes(conversion),
+                on_gpu=machine.on_gpu,
+            ),
             layerwise=max(stages.values()),
             stages=stages,
             layerwise_possible=not why_not,
@@ -202,6 +237,8 @@ class ConversionEstimate:
             seconds=START_SECONDS + flops / rate,
             ceiling=ceiling,
             on_gpu=machine.on_gpu,
+            host=base + READ + all_statistics(in_memory) if machine.on_gpu else 0,
+            host_available=host_memory if machine.on_gpu else 0,
             elsewhere=machine.elsewhere,
             gpu=machine.gpu if machine.rate else "",
         )
@@ -217,12 +254,13 @@ class ConversionEstimate:
     @property
     def too_large(self) -> bool:
         """Whether it certainly does not fit into memory as a whole."""
-        return self.available > 0 and self.resident > SPARE * self.available
+        pairs = [(self.resident, self.available), (self.host, self.host_available)]
+        return any(0 < available < needed / SPARE for needed, available in pairs)
 
     @property
     def memory(self) -> str:
         """The memory that it takes and that there is, in words."""
-        kind = "GPU memory" if self.on_gpu else "memory"
+        kind = f"GPU memory and {gib(self.host)} of the machine's" if self.on_gpu else "memory"
         layerwise = f", or {gib(self.layerwise)} layer by layer" if self.layerwise_possible else ""
         there = gib(self.available) if self.available else "an unknown amount"
         where = "on each GPU" if self.elsewhere else "available"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.base.memory import kernel_field
+from attention.base.memory import container_memory, kernel_field
 from attention.conversion.refinement.parallel import layers_at_once
 from attention.modeling.predictions import most_logit_bytes
 from orchestrator.resources.size import CPU, FLOAT, Conversion, Size
@@ -80,28 +80,49 @@ def converted_attention(conversion: Conversion, size: Size) -> int:
     return c.working.itemsize * g.num_layers * (size.attention + measured * whole)
 
 
+def all_statistics(conversion: Conversion) -> int:
+    """Return the bytes of the statistics of all layers and of the sums that they are made of."""
+    c = conversion
+    layers = 1 if c.in_files else c.geometry.num_layers
+    return layers * (c.statistics() + c.sums())
+
+
 def resident_peak(
-    conversion: Conversion, size: Size, width: int, gpu_memory: int = 0, searching: int = 0
+    conversion: Conversion,
+    size: Size,
+    width: int,
+    gpu_memory: int = 0,
+    searching: int = 0,
+    *,
+    on_gpu: bool = False,
 ) -> int:
     """Return the bytes of the largest stage of a conversion in memory, less the process itself.
 
     Args:
         searching: Bytes of DHA's search phase, for a recipe that has one.
+        on_gpu: Whether it is the GPU's memory: of the statistics it has those of one layer at a
+            time, the others are on the machine (`all_statistics`).
     """
     g, c = conversion.geometry, conversion
-    model, layers = width * size.total + converted_attention(c, size), g.num_layers
+    model = width * size.total + converted_attention(c, size)
+    layers = 1 if c.in_files or on_gpu else g.num_layers
     model += c.recorded() + min(TEACHER_BYTES, c.working.itemsize * c.eval_tokens * g.hidden_size)
-    others = c.statistics() * (0 if c.in_files else layers - 1)
+    others = c.statistics() * (layers - 1)
     evaluated = min(c.eval_tokens, 8 * c.sequence_length)
     logits = most_logit_bytes(g.vocab_size, evaluated, gpu_memory)
     rounded = c.dtype.itemsize * size.total if c.dtype != c.working else 0
-    calibrating = c.statistics() + (1 if c.in_files else layers) * c.sums() + c.calibrating()
+    calibrating = c.statistics() + layers * c.sums() + c.calibrating()
     stages = in_memory_stages(c, size, gpu_memory).values()
     return model + others + max(calibrating, searching, *stages, logits, rounded)
 
 
 def available_bytes(device: torch.device = CPU) -> int:
-    """Return the free memory, of the GPU if that is the device; 0 where it is not known."""
+    """Return the free memory, of the GPU if that is the device; 0 where it is not known.
+
+    That of the machine is within the limits of a container.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return kernel_field("/proc/meminfo", "MemAvailable")
+    free = kernel_field("/proc/meminfo", "MemAvailable")
+    limited = container_memory()
+    return free if limited is None else min(free, limited)

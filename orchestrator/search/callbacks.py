@@ -160,7 +160,7 @@ def progress_note(records: list[TrialRecord], expected: int, original_loss: floa
             f"{percent(ratio)} {increase:+z.3f} {label}"
             for ratio, (increase, label) in lowest.items()
         )
-        parts.append(f"best loss increase by KV kept: {increases}")
+        parts.append(f"best loss increase by KV ratio: {increases}")
     if rate := tokens_per_second(records):
         parts.append(f"{compact(rate)} tokens/s")
     return "; ".join(parts)

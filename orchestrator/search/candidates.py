@@ -442,9 +442,6 @@ def candidate_space(
         ConfigError: For a field or choice that does not exist.
     """
     section, ratios = config.search, ratios_of(config.search, geometry)
-    if section.num_samples and set(section.search_space.get("relaxation", ())) - {"none"}:
-        steps = section.params.get("relaxation.steps", 0)
-        _check_relaxation_steps(config, "search.params", steps)
     try:
         params = {
             name: value
@@ -461,6 +458,8 @@ def candidate_space(
         raise ConfigError(
             f"search.{'search_space' if wrong == text else 'params'}: {wrong}"
         ) from None
+    if section.num_samples and any(c != "none" for c in choices.get("relaxation", ())):
+        _check_relaxation_steps(config, "search.params", params.get("relaxation.steps", 0))
     return CandidateSpace(
         joint,
         config.learning_rates,

@@ -12,8 +12,8 @@ from pathlib import Path
 from attention.io.precision import DTYPES
 from attention.ratios import percent
 from attention.tensor_parallel import heads_per_rank
-from orchestrator.cluster.capacity import concurrency
-from orchestrator.cluster.placement import Demand
+from orchestrator.cluster.capacity import Nodes, concurrency
+from orchestrator.cluster.placement import ACCELERATOR_PREFIX, Demand
 from orchestrator.cluster.session import local_nodes
 from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.resources.disk import Storage
@@ -23,6 +23,9 @@ from orchestrator.search.setup import SearchSetup
 from orchestrator.search.trials.context import unfinished_relaxations
 from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
+
+_CPUS_ENOUGH = 1e6
+"""CPUs of another machine, of which only the GPUs are named."""
 
 
 def estimate_search(
@@ -131,13 +134,22 @@ def check_disk(setup: SearchSetup, parallel: int) -> None:
         raise ConfigError(f"storage: {shortage}")
 
 
-def local_parallel(config: SearchConfig) -> int:
-    """Return the trials at a time on this machine.
+def local_parallel(config: SearchConfig, gpus: int | None = None, gpu: str | None = None) -> int:
+    """Return the trials at a time on this machine, or on another with CPUs enough.
 
     It is 1 where not even one fits, since a larger cluster will run it.
+
+    Args:
+        config: Of the search.
+        gpus: Of the other machine; None for this one.
+        gpu: Their type, if it is known.
     """
+    nodes = local_nodes()
+    if gpus:
+        kinds = {f"{ACCELERATOR_PREFIX}{gpu}": 1.0} if gpu else {}
+        nodes = [Nodes(1, {"GPU": float(gpus), "CPU": _CPUS_ENOUGH, **kinds})]
     with contextlib.suppress(ConfigError):
-        return concurrency(local_nodes(), Demand.of(config), config.resources.max_concurrent)
+        return concurrency(nodes, Demand.of(config), config.resources.max_concurrent)
     return 1
 
 

@@ -29,7 +29,7 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.long_context import SHORTEST, context_lengths
 from orchestrator.serving.check import MEMORY
-from orchestrator.serving.engine import Engine, EngineError, ScoreQuestion, TextScores
+from orchestrator.serving.engine import Engine, EngineFailure, ScoreQuestion, TextScores
 from orchestrator.serving.engines import engine as engine_named
 from orchestrator.serving.speed import (
     REPETITIONS,
@@ -133,7 +133,8 @@ def cache_types_record(
         seed: Of the prompts of the speed.
 
     Raises:
-        EngineError: If the engine is not installed, before any work, or fails.
+        EngineError: If the engine is not installed, before any work.
+        EngineFailure: If the engine fails.
         ConfigError: For what a user can mend.
     """
     chosen = engine_named(engine)
@@ -280,7 +281,7 @@ def _losses(scores: TextScores) -> Tensor:
     rows = [[torch.nan if x is None else -x for x in row] for row in scores.log_probabilities]
     losses = torch.tensor(rows, dtype=torch.float64)
     if bool(losses.isnan().all(dim=1).any()):
-        raise EngineError("the engine reports no log-probability of any token of a sequence")
+        raise EngineFailure("the engine reports no log-probability of any token of a sequence")
     return losses
 
 

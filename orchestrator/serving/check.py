@@ -29,7 +29,7 @@ _USUAL_LOGIT = 16.0  # rounding grows with the size of what is rounded
 MEMORY = 2**30
 
 
-class CheckError(ValueError):
+class CheckError(RuntimeError):
     """An engine that computes something else than the source, or holds another cache."""
 
 
@@ -99,7 +99,7 @@ def check_export(
         own_code: Whether the folder has Python files that the engine must run.
 
     Raises:
-        EngineError: If the engine does not answer.
+        EngineFailure: If the engine does not answer.
     """
     prompts, texts = prompts_for(source, tokenizer)
     answer = engine.ask(

@@ -73,7 +73,8 @@ def measure_decode_times(
         dtype: Of the exports.
 
     Raises:
-        EngineError: If the engine is not installed or fails.
+        EngineError: If the engine is not installed.
+        EngineFailure: If the engine fails.
         TargetError: For a family that the target does not hold.
     """
     engine = engine_named(target(target_name).engines[0])

@@ -22,10 +22,11 @@ SECONDS = 900  # that an engine may take to load a model and answer
 
 
 class EngineError(ValueError):
-    """An engine that is not there, does not load a model, or ends badly.
+    """An engine that is not installed, or a model that it cannot be given."""
 
-    The message says what it had to say.
-    """
+
+class EngineFailure(RuntimeError):
+    """An engine that does not load a model, or ends badly. The message has what it printed."""
 
 
 @dataclass(frozen=True)
@@ -226,23 +227,23 @@ def run_child(
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
-            raise EngineError(f"{name} cannot be started: {error}") from None
+            raise EngineFailure(f"{name} cannot be started: {error}") from None
         try:
             answer, errors = child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise EngineError(
+            raise EngineFailure(
                 f"{name} did not answer within {seconds:g} seconds, and was stopped"
             ) from None
         finally:
             child.end()
     log = errors.decode(errors="replace")
     if child.returncode:
-        raise EngineError(f"{name} {_end(child.returncode)}: {_last_words(log)}")
+        raise EngineFailure(f"{name} {_end(child.returncode)}: {_last_words(log)}")
     lines = answer.decode(errors="replace").splitlines()
     try:
         return json.loads(lines[-1]), log
     except (IndexError, ValueError):
-        raise EngineError(f"{name} exited without an answer: {_last_words(log)}") from None
+        raise EngineFailure(f"{name} exited without an answer: {_last_words(log)}") from None
 
 
 def _end(code: int) -> str:
@@ -260,7 +261,8 @@ def has_module(python: str, module: str) -> bool:
     """Return whether an interpreter can find a module, without importing it."""
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
-        return subprocess.run([python, "-c", look], capture_output=True, timeout=60).returncode == 0
+        command = [python, "-P", "-c", look]  # a folder of that name is not the module
+        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -271,8 +273,8 @@ def completions_of(answer: Mapping[str, Any]) -> list[Completion]:
 
 
 def threads() -> int:
-    """Return the threads that an engine may take: OMP_NUM_THREADS, else all cores."""
-    return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    """Return the threads that an engine may take: OMP_NUM_THREADS, else all of its cores."""
+    return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
 
 
 def idle_threads() -> int:
@@ -282,4 +284,4 @@ def idle_threads() -> int:
     generates a twentieth of the tokens per second that one thread does.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return max(1, min(threads(), (os.cpu_count() or 1) - round(load)))
+    return max(1, min(threads(), len(os.sched_getaffinity(0)) - round(load)))

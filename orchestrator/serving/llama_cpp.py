@@ -20,6 +20,7 @@ from orchestrator.serving.engine import (
     Answer,
     Engine,
     EngineError,
+    EngineFailure,
     EngineRun,
     Question,
     ScoreQuestion,
@@ -173,11 +174,11 @@ def _run(
 def kv_bytes_per_token(log: str, head_bytes: int) -> int:
     """Return the bytes of the cache per token by llama.cpp's log, in whole KV heads.
 
-    Raises EngineError if the log does not say.
+    Raises EngineFailure if the log does not say.
     """
     sizes = SIZE.findall(log)
     if not sizes:
-        raise EngineError(
+        raise EngineFailure(
             "llama.cpp's log does not name the size of its KV cache; another version logs it "
             "otherwise"
         )

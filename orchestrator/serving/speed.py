@@ -117,7 +117,8 @@ def engine_speed(
         memory: Bytes of cache.
 
     Raises:
-        EngineError: If the engine is not installed, before any work, or fails.
+        EngineError: If the engine is not installed, before any work.
+        EngineFailure: If the engine fails.
         ConfigError: For what a user can mend.
     """
     chosen = engine_named(engine)

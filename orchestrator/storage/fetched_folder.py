@@ -57,8 +57,13 @@ class FetchedFolder(AddressFolder):
         Raises:
             ConfigError: If both have changed since they last agreed.
         """
-        with file_lock(self.local / STATE_FOLDER / "lock"):
+        with self._locked():
             return self._pull(side)
+
+    def _locked(self) -> contextlib.AbstractContextManager[bool]:
+        """Lock the working folder for a transfer."""
+        waiting = f"storage  another process transfers files of {self.local}: waiting for its end"
+        return file_lock(self.local / STATE_FOLDER / "lock", note=waiting)
 
     def _pull(self, side: SyncSide | None) -> int:
         remote = self._open()
@@ -223,7 +228,7 @@ class FetchedFolder(AddressFolder):
         """
         if not self._names_to_fetch(unit, trials):
             return 0
-        with file_lock(self.local / STATE_FOLDER / "lock"):
+        with self._locked():
             remote = self._open()
             names = self._names_to_fetch(unit, trials)
             size = sum(remote["files"][name]["size"] for name in names)

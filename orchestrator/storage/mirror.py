@@ -38,10 +38,8 @@ from orchestrator.storage.conditional import (
     write_object,
 )
 from orchestrator.storage.fetched_folder import FetchedFolder
-from orchestrator.storage.file_lock import file_lock
 from orchestrator.storage.lease import AddressTakenError
 from orchestrator.storage.manifest import (
-    STATE_FOLDER,
     FileEntry,
     FileStamp,
     SyncSide,
@@ -152,7 +150,7 @@ class Mirror(FetchedFolder):
             AddressTakenError: If another working folder has taken the address over.
         """
         self.check()
-        with file_lock(self.local / STATE_FOLDER / "lock"):
+        with self._locked():
             return self._push()
 
     def _push(self) -> int:

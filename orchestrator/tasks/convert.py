@@ -161,7 +161,8 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         return self.out is not None and is_curve(self.out)
 
     @property
-    def _several(self) -> bool:
+    def several(self) -> bool:
+        """Whether more than one checkpoint is made."""
         return len(self.request.kv_ratios) > 1 and not self._chooses_cache
 
     @property
@@ -179,7 +180,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def compared(self) -> list[tuple[Recipe, float]]:
         """The recipes and KV ratios that short fits compare before the conversion."""
         request = self.request
-        if self._several or self._joins_curve or self.options.layerwise:
+        if self.several or self._joins_curve or self.options.layerwise:
             return []
         pairs = [
             (recipe, ratio)
@@ -193,7 +194,20 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         """The estimate, which decides whether the conversion is done in memory."""
         points = estimate_conversions(self.request, compared=self.compared)
         layerwise = self.options.layerwise
-        estimate = RunEstimate.of(points, self.out, several=self._several, layerwise=layerwise)
+        estimate = RunEstimate.of(
+            points,
+            self.out,
+            several=self.several,
+            layerwise=layerwise,
+            alternatives=self._chooses_cache,
+        )
+        cache_format = self._chooses_cache or self.options.cache_format is not None
+        if layerwise is None and estimate.layerwise and cache_format:
+            raise ConfigError(
+                "cache_format: the model has no room in memory, and layer by layer nothing is "
+                "measured in a cache format; give --kv-ratio instead of --kv-bytes, and "
+                "measure with `headfold evaluate --cache-format`"
+            )
         if estimate.layerwise and self.options.polish:
             first = points[0]
             all_weights = self.options.polish_weights == "all"
@@ -228,6 +242,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
     def rehearse(self) -> Iterable[Mapping[str, str]]:
         self._advise()
         self.request.texts()
+        self.estimate.check()
         return [point.describe(verbose=self.verbose) for point in self.estimate.points]
 
     def run(self) -> ConversionRecord | CurveRecord:
@@ -242,7 +257,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             ConfigError: For what a user can mend. Likewise DataError of texts, PlanError of plans,
                 OutputError of folders.
         """
-        curve = self.out if self._several or self._joins_curve else None
+        curve = self.out if self.several or self._joins_curve else None
         store = self._open_store()
         records: list[ConversionRecord] = []
         ratios = list(self.request.distinct().values())
@@ -254,7 +269,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             else:
                 if self.options.cache_format is not None:
                     store.cache_pair = read_cache_format(self.options.cache_format)
-                if not self._several and not self._joins_curve:
+                if not self.several and not self._joins_curve:
                     compared_recipes = self._choose_recipe(store, ratios[0])
         try:
             for kv_ratio in ratios:
@@ -263,7 +278,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
                 if curve is not None:
                     add_to_curve(curve, records[-1])
         except KeyboardInterrupt:
-            if not self._several:
+            if not self.several:
                 raise
             finished = [f"kv-{record['kv_ratio_asked']:g}" for record in records]
             rest = "nothing was written"
@@ -276,7 +291,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             records[0]["combinations"] = combinations
         if compared_recipes:
             records[0]["compared_recipes"] = compared_recipes
-        return curve_record(records) if self._several else records[0]
+        return curve_record(records) if self.several else records[0]
 
     def _choose_cache(
         self, store: MemoryStore, budget: EngineBudget
@@ -310,15 +325,9 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         An estimate is made only if the options leave that open.
         """
         layerwise = self.options.layerwise
-        if layerwise is None and self.out is not None and not self._several:
+        if layerwise is None and self.out is not None and not self.several:
             self.estimate.report_choice()
             layerwise = self.estimate.layerwise
-            if layerwise and (self._chooses_cache or self.options.cache_format is not None):
-                raise ConfigError(
-                    "cache_format: the model has no room in memory, and layer by layer nothing is "
-                    "measured in a cache format; give --kv-ratio instead of --kv-bytes, and "
-                    "measure with `headfold evaluate --cache-format`"
-                )
         if layerwise:
             return DiskStore(self.request, self.log)
         return MemoryStore(self.request, always_calibrate=self._chooses_cache)

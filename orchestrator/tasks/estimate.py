@@ -105,7 +105,8 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
 
         assert self.search_config is not None
         config, gpu = open_models(self.search_config, weights=False), self.options.gpu
-        storage, parallel = storage_path(config.storage), local_parallel(config)
+        storage = storage_path(config.storage)
+        parallel = local_parallel(config, self.options.gpus, gpu)
         setup = SearchSetup.open(config, weights=False, sequence_length=config.data.sequence_length)
         memory = None if self._elsewhere is None else self._elsewhere.memory
         return estimate_search(setup, storage, parallel=parallel, gpu_bytes=memory or None, gpu=gpu)
@@ -184,4 +185,5 @@ def _check_gpu(name: str, options: EstimateOptions) -> None:
             f"gpu: {name} was named for a machine without a GPU; leave one of them out"
         )
     if conversion_rate(name) is None or memory_of(name) is None:
-        raise ConfigError(one_of("gpu", GIGABYTES, name))
+        known = [gpu for gpu in GIGABYTES if conversion_rate(gpu) is not None]
+        raise ConfigError(one_of("gpu", known, name))

@@ -125,9 +125,19 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
                 for pair in self.cache_types:
                     _check_heads("cache_types", pair, self.models)
             return
+        if self.options.context_texts is not None and self.options.context_lengths is None:
+            raise ConfigError(
+                "context_texts: of how many texts a line is hidden in at each context length; add "
+                "--context-lengths, or leave it out"
+            )
         if self.options.engine_python is not None:
             raise ConfigError(
                 "engine_python: is of a measurement in an engine; add --engine, or leave it out"
+            )
+        if self.options.trust_remote_code:
+            raise ConfigError(
+                "trust_remote_code: only an engine runs Python files of an export; add --engine, "
+                "or leave it out"
             )
         require(self.extras, self.models, self.positions, self.dtype, self.tokenizer)
         require(self.cache_facts)
@@ -263,7 +273,8 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         """Additional measurements, with their data."""
 
         def held_out(length: int) -> Tensor:
-            return self._cut(NUM_TEXTS * length, length).held_out
+            count = self.options.context_texts or NUM_TEXTS
+            return self._cut(count * length, length).held_out
 
         return self.extras.prepare(self.tokenizer, self.positions, held_out, self.options.seed)
 
@@ -302,6 +313,7 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         Raises:
             ConfigError: For what a user can mend. Likewise DataError of texts, EngineError of
                 engines.
+            EngineFailure: If the engine fails.
         """
         self.check()
         if self.options.engine is not None:
@@ -374,7 +386,9 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         baseline_loss = None
         if BASELINE in models:
             with phases("baseline"):
-                other = self._engine_heads(self._load(BASELINE))
+                baseline = self._load(BASELINE)
+                round_weights(baseline, checkpoints.dtype_of(self.dtype))
+                other = self._engine_heads(baseline)
                 with self._rounding(other):
                     baseline_scored = evaluate(other, sequences)
                     measured[BASELINE] = prepared.measure(other)
@@ -385,7 +399,7 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
                         f"baseline_{name}": increase[name]
                         for name in ("loss_increase", "loss_increase_stderr")
                     }
-                del other
+                del other, baseline
         heads, kind = _reference_cache(models[CHECKPOINT], model, teacher)
         cast_weights(model, checkpoints.dtype_of(self.dtype))
         record: Any = {
@@ -489,6 +503,7 @@ def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
     others: Sequence[tuple[str, Any]] = [
         ("--tasks", options.tasks),
         ("--prompts", options.prompts),
+        ("--context-texts", options.context_texts),
         ("--baseline", options.baseline),
         ("--dry-run", rehearsal or None),
         ("--dequantize", options.dequantize or None),

@@ -66,7 +66,8 @@ class Export(Task[ExportOptions, ExportRecord]):
         Raises:
             ConfigError: For what a user can mend. Likewise TargetError, LargerCacheError,
                 EngineError, OutputError.
-            CheckError: If the engine computes different results; nothing is written.
+            CheckError: If the engine computes different results, or EngineFailure if it fails;
+                nothing is written.
             PushError: If the hub refuses it; the export is kept.
         """
         self.check()

@@ -32,6 +32,8 @@ def init(options: InitOptions) -> None:
             cannot be written.
     """
     first, shortage = _first_config(options)
+    if shortage:
+        print(f"warning: {shortage}", file=sys.stderr)
     if str(options.out) == "-":
         print(first.text(), end="")
         return
@@ -50,8 +52,6 @@ def init(options: InitOptions) -> None:
             raise ConfigError(
                 f"out: cannot write to {str(path)!r} ({error.strerror}); name another file"
             ) from None
-    if shortage:
-        print(f"warning: {shortage}", file=sys.stderr)
     print(f"wrote {file} and {brief}; next: headfold search {brief} --dry-run")
 
 

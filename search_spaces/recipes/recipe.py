@@ -195,7 +195,7 @@ class Recipe:
         fall away; what the new grouping does not use is set to None.
 
         Raises:
-            RecipeError: Always.
+            RecipeError: For unknown fields or settings, and for choices that exclude each other.
         """
         dotted = {key: changes.pop(key) for key in list(changes) if "." in key}
         unknown = sorted(set(changes) - {*RECIPE_FIELDS, "settings"})

@@ -102,6 +102,22 @@ def test_a_result_that_joins_a_folder_of_ratios_is_the_one_in_there(
     assert result.load().config.num_key_value_heads == 1
 
 
+def test_a_size_in_bytes_of_an_engine_makes_one_checkpoint(demo_dir: Path, little_text: str, tmp_path: Path) -> None:
+    """Several cache formats compete for it."""
+    settings = {"refinement.fit_steps": 12}
+    result = headfold.convert(
+        demo_dir,
+        data=little_text,
+        output_dir=tmp_path / "out",
+        kv_bytes=0.25,
+        engine="llama.cpp",
+        recipe="headfold_gqa",
+        overrides=settings,
+        **SMALL,
+    )
+    assert result.path == tmp_path / "out" and (result.path / "config.json").is_file()
+
+
 def test_mistakes(demo_dir: Path, tiny_model: Any) -> None:
     wrong: Any = {"recipee": "gqa"}
     with pytest.raises(TypeError, match="recipee"):

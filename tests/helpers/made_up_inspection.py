@@ -24,7 +24,7 @@ def made_up_inspection(layers: int, heads: int) -> dict[str, Any]:
     one = LayerPlan((0,) * (heads // 2) + tuple(range(1, heads // 2 + 1)), (0,) * heads)
     plan = AttentionPlan((one,) * layers, 64)
     budget = {
-        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "ceiling": "", "kv_bytes_per_token": 2048,
+        "kv_ratio_asked": 0.3, "kv_ratio": plan.kv_ratio, "byte_share": 0.3, "ceiling": "", "kv_bytes_per_token": 2048,
         "sum_of_increases": 0.2,
         "key": [heads // 2 + 1] * layers, "value": [1] * layers, "plan": json.loads(plan.to_json()),
     }  # fmt: skip

@@ -135,4 +135,4 @@ def test_make_gpu_to_its_end(device: str, tmp_path: Path) -> None:
 def test_a_part_that_does_not_end_is_ended(tmp_path: Path) -> None:
     arguments = command.parse(["--device", "cpu"])
     answer = command.child(arguments, "step", 1.0)
-    assert answer["late"] == "it took more than 1 s"
+    assert answer["late"].startswith("it took more than 1 s")

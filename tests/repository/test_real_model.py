@@ -6,16 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.real import __main__ as command
-from benchmarks.real import figure, parts
+from benchmarks.real import figure, parts, workspace
 from benchmarks.real.page import CORE, GPU_RECORDS, PAGE, RECORDS, TITLES, page
 from benchmarks.real.workspace import CommandError, Workspace
-from benchmarks.records import Records
+from benchmarks.records import Records, ended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -68,12 +69,10 @@ def test_the_page_has_a_table_of_what_is_done_and_says_what_is_not(tmp_path: Pat
     assert "| recipe | increase |\n|---|---|\n| gqa | +1.000 ± 0.100 |" in text
     assert "Skipped: no network (2027-01-01, commit abc, 1 s.)" in text
     assert text.count("Not measured yet.") == len(TITLES) - 2
-    assert "2 CPU cores** (software torch 2): 1 of 21 parts" in text
+    assert f"2 CPU cores** (software torch 2): 1 of {len(TITLES)} parts" in text
 
 
 def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.real import workspace
-
     script = "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text('{\"loss\": 2}'); print(sys.argv[1:])"
     monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", script])
     work = Workspace(tmp_path)
@@ -96,6 +95,49 @@ def test_a_command_that_has_ended_is_not_run_again(tmp_path: Path, monkeypatch: 
     assert command.measure("inspect", work) == first, "the time is that of its command, which is not run again"
     assert first["status"] == "done" and first["seconds"] > 0.2
     assert command.measure("gqa", work)["status"] == "failed"
+
+
+def test_a_command_is_run_again_when_what_it_reads_was_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text('{\"loss\": 2}')"
+    monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", script])
+    work = Workspace(tmp_path, part="formats")
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "model" / "config.json"
+    config.touch()
+    work.run("one", "evaluate", "model")
+    assert work.has_finished("one", "evaluate", "model") and not work.has_finished("one", "evaluate", "other")
+    later = (tmp_path / "one.json").stat().st_mtime + 10
+    os.utime(config, (later, later))
+    assert not work.has_finished("one", "evaluate", "model")
+    replace(work, part="gqa").forget()
+    assert (tmp_path / "one.json").is_file(), "another part has run it"
+    work.forget()
+    assert not (tmp_path / "one.json").is_file()
+    work.run("search", "search", "file.yaml")
+    (tmp_path / "search" / "search").mkdir(parents=True)
+    work.forget()
+    assert list((tmp_path / "search").iterdir()) == [], "it would be continued"
+
+
+def test_a_search_that_failed_is_continued_and_its_time_is_of_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import sys, time, pathlib; pathlib.Path(sys.argv[-1]).write_text('{}'); time.sleep(0.2); sys.exit(%d)"
+    monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", script % 1])
+    work = Workspace(tmp_path)
+    with pytest.raises(CommandError, match="exited with code 1"):
+        work.run("search", "search", "file.yaml")
+    assert work.run("export", "export", "model", "--check")["wall_seconds"] > 0, "a failed check has its result"
+    monkeypatch.setattr(workspace, "_headfold", lambda: [sys.executable, "-c", script % 0])
+    assert work.run("search", "search", "file.yaml", "--resume")["wall_seconds"] > 0.4
+
+
+def test_a_trial_without_a_result_has_a_row() -> None:
+    failed = {"label": "align", "kv_ratio": 0.5, "actual_kv_ratio": None, "learning_rate": 1e-4}
+    rows = list(parts._trials({"trials": [failed | {"rungs": [], "status": "failed"}]}))
+    assert [(row["recipe"], row["trained"], row["status"]) for row in rows] == [("align", "", "failed")]
 
 
 def test_the_picture_has_each_model_and_format_once(tmp_path: Path) -> None:
@@ -146,15 +188,19 @@ def test_an_answer_ends_where_the_model_ends_it(tmp_path: Path, monkeypatch: pyt
 
 def test_a_fresh_folder_is_measured_whatever_the_page_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = {"status": "done", "seconds": 1.0, "date": "2027-01-01", "commit": "abc", "rows": [], "reason": ""}
-    page_file, started = tmp_path / "page.json", []
+    page_file = tmp_path / "page.json"
+    started: list[str] = []
+    forgotten: list[str] = []
 
     def measure(name: str, work: Workspace) -> Any:
         started.append(name)
-        return part | {"rows": [{"n": len(started)}], "status": "skipped" if name == "vLLM" else "done"}
+        status = {"vLLM": "skipped", "gqa": "failed" if forgotten else "done"}.get(name, "done")
+        return part | {"rows": [{"n": len(started)}], "status": status, "reason": "disk" if forgotten else ""}
 
     monkeypatch.setattr(command, "measure", measure)
     monkeypatch.setattr(command, "versions", lambda: "torch 2")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(Workspace, "forget", lambda work: forgotten.append(work.part))
     shared = Records.open(page_file, {"device": f"{os.cpu_count()} CPU cores", "software": "torch 2"})
     for name in ("gqa", "vLLM"):
         shared.add(name, part)
@@ -164,6 +210,11 @@ def test_a_fresh_folder_is_measured_whatever_the_page_has(tmp_path: Path, monkey
     assert command.main([*words, "--only", "gqa"]) == 0 and started[-1] == "vLLM", "the folder has it"
     parts = Records.read(page_file).parts
     assert parts["gqa"]["rows"] == [{"n": 1 + CORE.index("gqa")}] and parts["vLLM"]["rows"] == []
+    assert command.main([*words, "--again", "gqa"]) == 1
+    assert (started[-1], forgotten) == ("gqa", ["gqa"])
+    again = Records.read(page_file).parts["gqa"]
+    assert again["rows"] == parts["gqa"]["rows"], "what was measured stays"
+    assert "**Failed** when it was measured again: 2027-01-01, commit abc: disk" in ended(again, "when.")
 
 
 @pytest.mark.extended

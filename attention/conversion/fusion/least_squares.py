@@ -174,7 +174,8 @@ def _fuse_keys(
     }
     maps: list[Tensor | None] = []
     for group in groups:
-        if len(group) == 1:
+        first, _ = distinct_heads(heads.k[list(group)], _pick(heads.k_bias, group))
+        if len(first) == 1:  # one head, perhaps stored once for several query heads
             maps.append(None)
             continue
         into, onto = key_maps(heads, group, statistics, geometry, width)
@@ -228,13 +229,13 @@ def _fuse_values(
     maps: list[Tensor | None] = []
     read: list[Sequence[int]] = []  # heads that each map is of
     for group in groups:
-        if len(group) == 1:
+        index = torch.tensor(group)
+        different = cost.different(index)
+        if len(different) == 1:  # one head, perhaps stored once for several query heads
             maps.append(None)
             read.append(group)
             continue
-        index = torch.tensor(group)
         fit = cost.fit(index, sweeps)
-        different = cost.different(index)
         into = fit.basis.transpose(1, 2)
         maps.append(into)
         read.append(different)

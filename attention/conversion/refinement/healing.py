@@ -42,7 +42,7 @@ HEAL_KNOBS = (
         0.0,
         1.0,
     ),
-    Knob("batch_size", "int", "sequences run at once", 1, 1024),
+    Knob("batch_size", "int", "sequences run at once, as far as they have 2,048 tokens", 1, 1024),
 )
 
 
@@ -132,9 +132,18 @@ def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
     """Return argmin over V of `|Z V - Y|^2 + lambda |V - W|^2`.
 
     lambda = ridge x mean diagonal of `Z^T Z`.
+
+    Raises:
+        ValueError: If the penalty is too small for the rank of Z.
     """
     penalty = ridge * zz.diagonal().mean() * torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
-    return weight + torch.cholesky_solve(zy - zz @ weight, torch.linalg.cholesky(zz + penalty))
+    factor, failed = torch.linalg.cholesky_ex(zz + penalty)
+    if failed:
+        raise ValueError(
+            f"refinement.ridge: {ridge:g} is too small for so few calibration tokens; give more of "
+            "them, or a larger ridge"
+        )
+    return weight + torch.cholesky_solve(zy - zz @ weight, factor)
 
 
 def heal_layer(

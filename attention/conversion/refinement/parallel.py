@@ -40,7 +40,7 @@ def layers_at_once(count: int, parameters: int, device: torch.device) -> int:
 def each_layer(
     count: int, work: Callable[[int], Result], parameters: int, device: torch.device
 ) -> list[Result]:
-    """Yield `work(i)` of layers 0 to `count` - 1 in that order, whichever ends first.
+    """Return `work(i)` of layers 0 to `count` - 1 in that order, whichever ends first.
 
     As many at a time as `layers_at_once` says, each on one thread; one at a time on all of them.
     The first error is raised once the layers that had begun have ended.

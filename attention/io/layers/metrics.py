@@ -64,7 +64,7 @@ def write_metrics(
     folder: Path,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Leave the metrics of all layers in `folder`; what an earlier call has left is not made again.
+    """Leave the metrics of all layers in `folder`, unless an earlier call has left all of them.
 
     `sequences` `[N, T]`; `dtype`: what is computed in; `progress(done, all)` is called after each
     layer, up and down.

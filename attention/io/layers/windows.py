@@ -261,7 +261,7 @@ def open_window(
     """Layer `layer` of the checkpoint as a window that reads `streams` (see `feed`).
 
     Raises:
-        WeightsError: Always.
+        WeightsError: For tensors that the checkpoint lacks, or that are of other shapes.
     """
     model = empty(window_config(config, layer, len(streams)), dtype, device)
     prefix = layer_prefix(model)

@@ -288,7 +288,7 @@ class GGUFFile:
         """All tensors of the config's model, by the names that its class has, in `dtype`.
 
         Raises:
-            WeightsError: Always.
+            WeightsError: For a file that does not hold this model.
         """
         form = form_of(config, str(self.field("general.architecture")))
         if form is None:

@@ -26,7 +26,7 @@ from attention.io.precision import DTYPES
 from attention.io.quantised.gguf_file import FLOATS, SUFFIX, GGUFFile
 from attention.io.quantised.packed import PlainTensors, method_of
 from attention.io.replacing import DIGESTS
-from attention.io.sources import CheckpointError, is_folder, only_cached, write_source_note
+from attention.io.sources import CheckpointError, fetched, only_cached, write_source_note
 from attention.io.stock_files import GENERATION, TOKENIZER_FILES, copy_files
 from attention.io.weights import METHODS
 
@@ -127,7 +127,7 @@ def _of_safetensors(
     weights: bool,
     report: Callable[[str], None],
 ) -> Path:
-    origin = _fetched(source, weights)
+    origin = fetched(source, [*HEADERS, WEIGHTS] if weights else HEADERS, "weights")
     method = method_of(fields["quantization_config"])
     dtype = DTYPES.get(
         str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), torch.bfloat16
@@ -177,25 +177,6 @@ def _config_fields(source: str | Path) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(f"no checkpoint at {str(source)!r}: {reason(error)}") from None
     return fields
-
-
-def _fetched(source: str | Path, weights: bool) -> Path:
-    """Return the folder of a source; of a hub name what is needed is downloaded."""
-    if is_folder(source):
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    patterns = [*HEADERS, WEIGHTS] if weights else HEADERS
-    try:
-        return Path(
-            snapshot_download(
-                str(source), local_files_only=only_cached(source), allow_patterns=patterns
-            )
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"the weights of {str(source)!r} cannot be fetched: {reason(error)}"
-        ) from None
 
 
 def _name_of(source: str | Path, origin: Path) -> str:

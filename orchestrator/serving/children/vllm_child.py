@@ -26,6 +26,9 @@ def main():
     # The cache's configuration is read off the engine
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     vllm: Any = importlib.import_module("vllm")
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    # On a CPU the variable above says how much
+    cache_memory = {} if platform.is_cpu() else {"kv_cache_memory_bytes": request["memory"]}
     engine = vllm.LLM(
         request["folder"],
         dtype=request["dtype"],
@@ -38,7 +41,7 @@ def main():
         kv_cache_dtype=request.get("cache_dtype", "auto"),
         enable_prefix_caching=False,
         disable_log_stats=True,
-        **({"kv_cache_memory_bytes": request["memory"]} if request.get("device_memory") else {}),
+        **cache_memory,
     )
     version = {"version": f"vLLM {vllm.__version__}"}
     if "sequences" in request:

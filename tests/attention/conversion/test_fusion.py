@@ -24,7 +24,7 @@ from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse
 from attention.conversion.fusion.signs import signs, with_signs
 from attention.families import families, geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
-from attention.heads import LayerHeads
+from attention.heads import LayerHeads, distinct_heads
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import evaluate
 
@@ -448,6 +448,18 @@ def test_two_keys_by_hand() -> None:
     # Orthogonal keys of equal weight: half of the energy of both is lost. 1 pair, energies |q|^2 = 2, |k|^2 = 2.
     mirror = replace(heads, k=torch.stack([eye, torch.diag(torch.tensor([1.0, -1.0]))]))
     assert KeyCost(mirror, statistics, geometry).cost(plan.key_groups[0]) == pytest.approx(2.0)
+
+
+def test_a_group_of_one_stored_head_is_left_as_it_is(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    """A layer that keeps all KV heads of a grouped checkpoint."""
+    model, geometry, calibration = ready(tiny_model, "qwen2, GQA", tiny_tokens)
+    heads = lifted(model)[0]
+    first, which = distinct_heads(heads.k, heads.k_bias)
+    assert 1 < len(first) < geometry.num_heads
+    groups = tuple(which.tolist())
+    fused = least_squares_fuse(heads, LayerPlan(groups, groups), calibration.layers[0], geometry)
+    assert torch.equal(fused.q, heads.q) and torch.equal(fused.o, heads.o)
+    assert torch.equal(fused.k, heads.k[first]) and torch.equal(fused.v, heads.v[first])
 
 
 # ---- costs of groups ----------------------------------------------------------------------------------------------

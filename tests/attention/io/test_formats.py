@@ -24,6 +24,7 @@ from attention.io.precision import DtypeError, cast_weights, own_dtype, round_we
 from attention.io.shards import write_shard
 from attention.io.stock_form import format_of
 from attention.io.targets import kv_bytes_in
+from attention.modeling.model_classes import headfold_config
 from attention.plan import AttentionPlan, Composition, LayerPlan
 from trainers.text.data import write_sequences
 
@@ -189,6 +190,25 @@ def test_weights_are_cast_and_frequencies_are_not(tiny_model: Tiny) -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+def test_what_chooses_experts_stays_in_float32(family: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    (name, bias), *_ = (item for item in model.named_buffers() if item[0].endswith("e_score_correction_bias"))
+    bias.copy_(torch.linspace(0.1, 0.2, len(bias)))  # not numbers of 16 bits
+    before = bias.clone()
+    round_weights(model, torch.bfloat16)
+    cast_weights(model, torch.bfloat16)
+    assert torch.equal(model.get_buffer(name), before) and model.lm_head.weight.dtype == torch.bfloat16
+    back = checkpoint.load(checkpoint.save(model, tmp_path / "saved"), torch.float32)
+    assert torch.equal(back.get_buffer(name), before)
+
+
+def test_the_names_of_code_that_is_not_copied_are_left_out(tiny_model: Tiny) -> None:
+    config = tiny_model("llama").config
+    config.auto_map = {"AutoConfig": "configuration_x.XConfig"}
+    assert not hasattr(headfold_config(config, AttentionPlan.identity(2, 4, 8)), "auto_map")
+
+
 def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, tmp_path: Path) -> None:
     config = checkpoint.save(tiny_model("llama", dtype=torch.float16), tmp_path).joinpath("config.json")
     assert own_dtype(checkpoint.load_config(tmp_path), tmp_path) == torch.float16
@@ -219,8 +239,8 @@ def test_the_dtype_is_that_of_the_config_or_else_of_the_files(tiny_model: Tiny, 
         (
             "phi",
             UNIFORM,
-            ["transformers", "vLLM"],
-            "a stock Phi checkpoint, which transformers and vLLM load as it is: `vllm serve .*out`$",
+            ["transformers", "vLLM", "llama.cpp"],
+            "a stock Phi checkpoint, which transformers and vLLM load as it is: `vllm serve .*out` or .*--target gguf",
         ),
         (
             "opt",

@@ -28,6 +28,16 @@ EVALUATIONS = (
     Bad("an engine that nobody knows", "evaluate model --engine llama", ("engine", "llama.cpp", "'llama'")),
     Bad("tasks in an engine", "evaluate model --engine llama.cpp --tasks demo", ("--tasks", "without --engine")),
     Bad("a Python without the engine's", "evaluate model ... --engine-python python3", ("engine_python", "--engine")),
+    Bad(
+        "code of an export without an engine",
+        "evaluate model ... --trust-remote-code",
+        ("trust_remote_code", "--engine"),
+    ),
+    Bad(
+        "texts to hide lines in, and no length",
+        "evaluate model ... --context-texts 3",
+        ("context_texts", "--context-lengths"),
+    ),
     Bad("one token to time", "evaluate model --engine llama.cpp --speed-tokens 1", ("speed_tokens", "got 1")),
     Bad("a baseline that is not there", "evaluate model ... --baseline none", ("none",)),
     Bad("held-out text that is not there", "evaluate model ... --eval-data none.txt", ("none.txt",)),

@@ -87,6 +87,11 @@ def test_the_report_of_the_demo_checkpoint(
             heads = model[f"model.layers.{layer}.self_attn.{letter}_proj.weight"].double().view(8, -1, 256).numpy()
             assert result[side] == pytest.approx(slow_cka(heads), abs=1e-9)
 
+    averaged = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL | {"recipe": "gqa", "compare": ["gqa"]})
+    expected = [entry["loss"] for entry in record["recipes"] if entry["recipe"] == "gqa"]
+    shown = [entry["loss"] for entry in averaged["recipes"]]
+    assert shown == pytest.approx(expected, abs=1e-5), "not the head counts that were laid out for the page"
+
     page = build_page(record)
     assert "keys of layer 0" in page and "Redundancy of each layer" in page and "stdlib-llama" in page
     print_inspection(record)

@@ -39,11 +39,18 @@ def as_a_job(dashboard: int, folder: Path) -> dict[str, Any]:
     file = folder / "job.json"
     words = f"doctor --only nodes --only versions --storage {folder}/runs --json {file}"
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-    identity = client.submit_job(
-        entrypoint=f"{sys.executable} orchestrator/main.py {words}",
-        runtime_env={"working_dir": str(REPOSITORY), "env_vars": environment},
-    )
     deadline = time.monotonic() + 300
+    while True:
+        try:
+            identity = client.submit_job(
+                entrypoint=f"{sys.executable} orchestrator/main.py {words}",
+                runtime_env={"working_dir": str(REPOSITORY), "env_vars": environment},
+            )
+            break
+        except RuntimeError as error:  # on a busy machine the head's agent takes a while to register
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
     while not client.get_job_status(identity).is_terminal() and time.monotonic() < deadline:
         time.sleep(0.5)
     ended = client.get_job_status(identity) == JobStatus.SUCCEEDED

@@ -31,7 +31,9 @@ from json_output import last_json
 from metadata_server import MetadataServer
 
 from orchestrator.cluster.session import DASHBOARD, free_port
+from orchestrator.storage.file_lock import file_lock
 from orchestrator.storage.journal import read_events
+from orchestrator.storage.manifest import STATE_FOLDER
 from orchestrator.storage.mirror import working_folder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -531,7 +533,7 @@ class Killer:
         assert first is not None
         lock = place.search / "driver.lock"
         wait_for("the lock", lambda: lock.exists() and lock.stat().st_size > 0)
-        first.send_signal(signal.SIGSTOP)
+        self._stop_between_pushes(first)
         lock.unlink()  # as on a shared file system that locks on one machine only
         place.start()
         second = place.driver
@@ -541,6 +543,18 @@ class Killer:
         first.wait(timeout=WAIT)
         assert first.returncode == 2, f"what was taken over stops with an error: {first.returncode}"
         assert f"was taken over by process {second.pid} on" in place.log.read_text()
+
+    def _stop_between_pushes(self, driver: subprocess.Popen[str]) -> None:
+        """What reads or writes the working folder waits for one that was stopped in the middle of a push."""
+        for _ in range(600):
+            driver.send_signal(signal.SIGSTOP)
+            time.sleep(0.1)
+            with file_lock(self.place.storage / STATE_FOLDER / "lock", wait=False) as free:
+                if free:
+                    return
+            driver.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+        raise TimeoutError("the driver pushes all the time")
 
     def _node(self) -> None:
         self.place.nodes.replace_node()

@@ -18,6 +18,7 @@ from attention.io import checkpoint
 from benchmarks.models import llama
 from benchmarks.needs.memory import measured
 from orchestrator.config.schema import ConfigError
+from orchestrator.conversion.estimate import RunEstimate
 from orchestrator.resources import estimate
 from orchestrator.resources.estimate import ConversionEstimate, Estimate, Machine
 from orchestrator.resources.size import Conversion, Size
@@ -48,6 +49,40 @@ def test_the_streamed_peak_does_not_grow_with_depth_and_the_other_does() -> None
     assert deep.parameters == pytest.approx(6.74e9, rel=0.01)
     shallow, deep = (of(llama(layers, SEVEN_B, tie_word_embeddings=False), "headfold") for layers in (4, 32))
     assert deep.layerwise == shallow.layerwise
+
+
+def test_on_a_gpu_the_statistics_are_in_the_memory_of_the_machine() -> None:
+    conversion = Conversion(
+        llama(32, SEVEN_B, tie_word_embeddings=False), recipe("headfold_gqa"), 0.25, 16_384, 4096, 256, torch.bfloat16
+    )
+    here = ConversionEstimate.of(conversion, Machine(0), base=0)
+    machine = Machine(80 * GIGA, on_gpu=True, elsewhere=True)
+    on_gpu = ConversionEstimate.of(conversion, machine, base=0)
+    one_layer = conversion.statistics() + conversion.sums()
+    assert on_gpu.host >= 32 * one_layer > 31 * one_layer >= here.resident - on_gpu.resident > 20 * one_layer
+    assert not on_gpu.too_large and "of the machine's" in on_gpu.memory
+    assert replace(on_gpu, host_available=on_gpu.host // 4).too_large
+    run = RunEstimate.of([replace(on_gpu, host_available=on_gpu.host - 1)], None, several=False, layerwise=False)
+    with pytest.raises(ConfigError, match="memory: the statistics of this conversion take about .* of the machine's"):
+        run.check()
+
+
+def test_statistics_are_stored_as_the_memory_allows() -> None:
+    conversion = Conversion(
+        llama(32, SEVEN_B, tie_word_embeddings=False), recipe("headfold_gqa"), 0.25, 16_384, 4096, 256, torch.bfloat16
+    )
+    much, little = (ConversionEstimate.of(conversion, Machine(size * GIGA), base=0) for size in (1000, 40))
+    assert little.resident < 0.8 * much.resident
+
+
+def test_of_alternatives_only_the_largest_counts() -> None:
+    points = [of(llama(4, SEVEN_B), ratio=ratio) for ratio in (0.5, 0.25)]
+    one, both = (
+        RunEstimate.of(points, "out", several=False, layerwise=False, alternatives=alternatives).total
+        for alternatives in (True, False)
+    )
+    assert one == Estimate(both.memory, points[0].disk, max(p.in_memory.seconds for p in points), one.scratch)
+    assert both.disk == sum(point.disk for point in points) and both.seconds > one.seconds
 
 
 def test_requests_make_it_larger_or_smaller() -> None:

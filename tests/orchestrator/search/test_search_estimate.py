@@ -16,7 +16,7 @@ from orchestrator.main import app
 from orchestrator.resources import search_estimate, time
 from orchestrator.resources.search_estimate import SearchEstimate
 from orchestrator.resources.size import Size
-from orchestrator.search.estimate import estimate_search
+from orchestrator.search.estimate import estimate_search, local_parallel
 from orchestrator.search.setup import SearchSetup
 from orchestrator.tasks.estimate import OF_CONVERSION
 
@@ -97,6 +97,12 @@ def test_hours_and_price_follow_the_rate(tmp_path: Path) -> None:
     priced = of(config_of("demo", "resources.price_per_hour=2"), tmp_path)
     assert priced.price == pytest.approx(2 * priced.cpu_hours)
     assert of(config_of("demo"), tmp_path, parallel=2).hours == pytest.approx(fast.hours / 2)
+
+
+def test_gpus_that_are_named_are_those_of_another_machine() -> None:
+    config = config_of("demo", "train.gpus_per_worker=1", "resources.trial_gpus=0", "resources.max_concurrent=auto")
+    assert local_parallel(config) == 1
+    assert local_parallel(config, 8) == local_parallel(config, 8, "H100") == 8
 
 
 def test_what_cannot_fit_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

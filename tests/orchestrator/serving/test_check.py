@@ -19,7 +19,7 @@ from attention.io.targets import EngineSupport, target
 from attention.plan import AttentionPlan
 from orchestrator.serving import llama_cpp
 from orchestrator.serving.check import check_export, prompts_for
-from orchestrator.serving.engine import CHILDREN, EngineError, Question, idle_threads, run_child
+from orchestrator.serving.engine import CHILDREN, EngineFailure, Question, has_module, idle_threads, run_child
 from orchestrator.serving.engines import ENGINES, engine
 
 GROUPS = ((0, 0, 1, 1, 2, 2, 3, 3), (0,) * 8)
@@ -93,7 +93,7 @@ def test_a_check_that_cannot_be_is_refused(
 def test_a_truncated_file_is_what_llama_cpp_says_it_is(exported: Path, tmp_path: Path) -> None:
     whole = (exported / "gguf" / "model.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(EngineError, match=r"llama\.cpp failed: .*(failed to load model|not within the file bounds)"):
+    with pytest.raises(EngineFailure, match=r"llama\.cpp failed: .*(failed to load model|not within the file bounds)"):
         _found(exported, tmp_path)
 
 
@@ -128,8 +128,14 @@ def test_other_weights_and_another_cache_are_found(
     ],
 )
 def test_an_engine_that_ends_badly_is_reported(script: str, message: str) -> None:
-    with pytest.raises(EngineError, match=f"the engine {message}"):
+    with pytest.raises(EngineFailure, match=f"the engine {message}"):
         run_child("the engine", [sys.executable, "-c", script], {}, {}, seconds=2 if "sleep" in script else 60)
+
+
+def test_a_folder_is_not_a_module_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "an_engine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert has_module(sys.executable, "json") and not has_module(sys.executable, "an_engine")
 
 
 def test_a_crash_in_the_middle_of_an_export_leaves_nothing(
@@ -139,7 +145,7 @@ def test_a_crash_in_the_middle_of_an_export_leaves_nothing(
     crash.write_text("import os\nos.abort()\n")
     monkeypatch.setattr(llama_cpp, "CHILDREN", tmp_path)
     options = ["--target", "gguf", "--out", tmp_path / "out", "--check"]
-    assert run_here("export", exported / "source", *options) == 2
+    assert run_here("export", exported / "source", *options) == 1
     assert "llama.cpp crashed (SIGABRT)" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"llama_cpp_child.py"}
 
@@ -153,7 +159,7 @@ def test_transformers_runs_where_headfold_cannot_be_imported(exported: Path) -> 
         (folder / "transformers_child.py").write_text(probe)
         patch.setattr("orchestrator.serving.transformers.CHILDREN", folder)
         question = Question(exported / "source", [[1, 2]], 2, "float32", EngineSupport.of([1], 32), 2**30)
-        with pytest.raises(EngineError, match="No module named 'attention'"):
+        with pytest.raises(EngineFailure, match="No module named 'attention'"):
             ENGINES["transformers"].ask(sys.executable, question)
 
 
@@ -172,7 +178,7 @@ def test_engines_are_named_in_any_capitals_and_prompts_are_reproducible(demo_mod
 )
 def test_bytes_are_read_from_the_log(log: str, held: int) -> None:
     assert llama_cpp.kv_bytes_per_token(f"x\n{log}\ny", 256) == held
-    with pytest.raises(EngineError, match="does not name the size of its KV cache"):
+    with pytest.raises(EngineFailure, match="does not name the size of its KV cache"):
         llama_cpp.kv_bytes_per_token("nothing", 256)
 
 

@@ -17,7 +17,7 @@ from attention.io import checkpoint
 from attention.io.export import export
 from attention.plan import AttentionPlan
 from orchestrator.serving import speed
-from orchestrator.serving.engine import Engine, EngineError, SpeedAnswer, SpeedQuestion
+from orchestrator.serving.engine import Engine, EngineFailure, SpeedAnswer, SpeedQuestion
 from orchestrator.serving.engines import ENGINES
 
 FOUR, ONE = (0, 0, 1, 1, 2, 2, 3, 3), (0,) * 8
@@ -156,5 +156,5 @@ def test_a_file_that_is_broken_is_what_the_engine_says_it_is(converted: Path, tm
     whole = (converted / "gguf" / "model.gguf").read_bytes()
     question = SpeedQuestion(tmp_path, [[1] * 8], 2, 1, "float32", speed.EngineSupport.of([4, 1, 4, 1], 32), 2**30)
     (tmp_path / "model.gguf").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(EngineError, match=r"llama\.cpp failed"):
+    with pytest.raises(EngineFailure, match=r"llama\.cpp failed"):
         ENGINES["llama.cpp"].time(sys.executable, question)

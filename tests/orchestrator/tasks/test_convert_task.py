@@ -77,6 +77,16 @@ def test_what_is_printed_is_what_is_done_where_the_system_does_not_report_its_me
     assert "layerwise" not in task.run()
 
 
+def test_a_dry_run_refuses_what_does_not_fit(
+    demo_dir: Path, little_text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(estimate, "available_bytes", lambda device=None: 2**20)
+    command = ["convert", "--model", str(demo_dir), "--recipe", "gqa", "--data", little_text, *SIZES]
+    for budget in (["--kv-ratio", "0.5,0.25"], ["--kv-bytes", "0.25", "--for", "llama.cpp"]):
+        assert run_here(*command, *budget, "--dry-run") == 2
+        assert "memory: this conversion does not fit" in capsys.readouterr().err
+
+
 def test_numbers_lists_and_text_are_the_same_budget(demo_dir: Path) -> None:
     def ratios(**budget: Any) -> tuple[float, ...]:
         options = ConvertOptions(model=demo_dir, recipe="gqa", **budget)

@@ -267,7 +267,7 @@ def test_the_progress_shows_done_running_stopped_best_and_what_is_to_come(tmp_pa
     assert log.rungs == (4, 8)  # all of two trials that have ended, none of the one that has just begun
     line = progress_note(list(log.records.values()), 4, 2.0)
     assert "1 done, 1 running, 1 stopped, 1 to come" in line
-    assert "best loss increase by KV kept: 50% +0.100 headfold, 25% +1.000" in line
+    assert "best loss increase by KV ratio: 50% +0.100 headfold, 25% +1.000" in line
 
 
 @pytest.mark.parametrize(

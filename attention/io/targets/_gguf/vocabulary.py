@@ -72,7 +72,7 @@ def _load(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
     try:
-        return AutoTokenizer.from_pretrained(str(tokenizer))
+        return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
     except Exception as error:
         raise TargetError(
             f"the tokenizer of {str(tokenizer)!r} cannot be read: {reason(error)}"
