@@ -77,7 +77,7 @@ CHOSEN = ("headfold_layers", "headfold_wide")
 FORMS = ("gqa_refined", *CHOSEN)
 """Conversions of which all sizes are measured with their caches in formats."""
 TASKS = "ruler_niah_single_1,ruler_vt"
-"""Tasks of lm-evaluation-harness whose data is generated: those of its own need a hub."""
+"""Tasks whose data is generated: those of lm-evaluation-harness itself need a hub."""
 
 
 def fetch(work: Workspace) -> Iterator[Row]:

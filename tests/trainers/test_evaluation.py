@@ -178,7 +178,7 @@ def test_out_of_memory_is_met_with_half_the_sequences_down_to_one(tiny_model: An
     assert whole.notes == ()
     tried = limited(model if who == "model" else teacher, rows)
     result = evaluate(model.train(), ids, teacher=CachedTeacher(teacher))
-    assert result.notes == ("out of memory with 8 sequences at once: evaluated with 1",)
+    assert result.notes == ("out of memory with 7 sequences at once: evaluated with 1",)
     assert tried == [7, 3, *[1] * 7]
     assert (result.loss, result.kl) == (pytest.approx(whole.loss, abs=1e-6), pytest.approx(whole.kl, abs=1e-6))
     assert result.tokens == whole.tokens and model.training

@@ -286,21 +286,6 @@ def _unknown(name: str, names: Sequence[str]) -> str:
     return one_of("target", names, name)
 
 
-def kv_bytes_in(name: str, config: Any, plan: AttentionPlan, dtype: torch.dtype | str) -> int:
-    """Return the KV-cache bytes per token in an engine that loads target `name`.
-
-    Args:
-        name: Name of the target.
-        config: That of the checkpoint.
-        plan: That of the checkpoint.
-        dtype: What the engine stores the cache in.
-
-    Raises:
-        TargetError: If the target cannot represent the plan.
-    """
-    return target(name).support_for(config, plan).bytes_per_token(dtype)
-
-
 def best_target(
     config: Any, plan: AttentionPlan, dtype: torch.dtype | str
 ) -> tuple[str, dict[str, str]]:

@@ -23,7 +23,7 @@ from attention.io.files import write_whole
 from attention.io.precision import DtypeError, cast_weights, own_dtype, round_weights
 from attention.io.shards import write_shard
 from attention.io.stock_form import format_of
-from attention.io.targets import kv_bytes_in
+from attention.io.targets import target
 from attention.modeling.model_classes import headfold_config
 from attention.plan import AttentionPlan, Composition, LayerPlan
 from trainers.text.data import write_sequences
@@ -286,7 +286,7 @@ def test_an_export_that_grows_the_cache_is_refused_before_weights_are_read(
     weights = (folder / "model.safetensors").rename(tmp_path / "aside")
     before, after = (
         plan.kv_bytes_per_token("float32"),
-        kv_bytes_in("gqa", checkpoint.load_config(folder), plan, "float32"),
+        target("gqa").support_for(checkpoint.load_config(folder), plan).bytes_per_token("float32"),
     )
     with pytest.raises(export.LargerCacheError, match=rf"takes {after} .* the plan {before}.*--allow-larger-cache"):
         export.export(folder, "gqa", tmp_path / "out")

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from attention.io import checkpoint
 from attention.io.export import LargerCacheError, export, largest_difference, tolerance
-from attention.io.targets import TargetError, best_target, kv_bytes_in, target, targets
+from attention.io.targets import TargetError, best_target, target, targets
 from attention.modeling.model_classes import plan_of_config
 from attention.plan import AttentionPlan, Composition, LayerPlan
 
@@ -109,7 +109,7 @@ def test_a_target_holds_a_plan_or_says_why_not_before_weights_are_read(
     assert all(
         count >= max(layer.key_heads, layer.value_heads) for count, layer in zip(cached, plan.layers, strict=True)
     )
-    promised = kv_bytes_in(name, config, plan, "float32")
+    promised = target(name).support_for(config, plan).bytes_per_token("float32")
     if promised > plan.kv_bytes_per_token("float32"):
         with pytest.raises(LargerCacheError, match=r"layer \d has \d pairs.*--allow-larger-cache"):
             export(folder, name, tmp_path / "out")

@@ -149,7 +149,11 @@ def test_an_estimate_for_another_machine_needs_no_gpu_here(place: Path) -> None:
         ran = run_in(place, [*requested, *more])
         assert ran.code == 0, ran.err
         there = "80.00 GiB" if "80" in more else "an unknown amount"
-        assert re.search(rf"^memory: \S+ GiB of GPU memory, or .*; {there} on each GPU$", ran.out, re.MULTILINE)
+        assert re.search(
+            rf"^memory: \S+ GiB of GPU memory and \S+ GiB of the machine's, or .*; {there} on each GPU$",
+            ran.out,
+            re.MULTILINE,
+        )
         assert re.search(r"about \d+ (s|min) on this machine's \d+ CPUs; for the time on a GPU name its type", ran.out)
     here = run_in(place, [*requested, "--device", "cpu"])
     assert re.search(r"^memory: .* GiB available$", here.out, re.MULTILINE) and "GPU" not in here.out

@@ -187,7 +187,7 @@ def test_a_check_takes_the_cores_that_are_idle(
     cores: int, load: float, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     assert idle_threads() == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

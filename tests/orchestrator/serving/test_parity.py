@@ -20,7 +20,7 @@ from verbs import export_checkpoint
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert
 from attention.io import checkpoint
-from attention.io.targets import kv_bytes_in
+from attention.io.targets import target as target_of
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.serving.vllm import VARIABLE
 
@@ -129,7 +129,8 @@ def _check(family: str, target: str, kind: str, form: str, folder: Path, out: Pa
     if kind == "wide":  # the source is a stock folder already
         promised = WIDE.kv_bytes_per_token("float32")
     else:
-        promised = kv_bytes_in(target, checkpoint.load_config(folder), PLANS[kind], "float32")
+        support = target_of(target).support_for(checkpoint.load_config(folder), PLANS[kind])
+        promised = support.bytes_per_token("float32")
     assert result["kv_bytes_per_token"] == result["kv_bytes_per_token_promised"] == promised
     assert result["capacity"] == pytest.approx(2**30 / promised, rel=2e-3)
     exact = result["runs"][0]

@@ -163,7 +163,7 @@ def test_every_allocation_meets_the_budget_exactly_or_refuses(name: str, data: s
 
 @pytest.mark.parametrize("ratio", [0.0, -0.5, 1.01])
 def test_ratios_outside_the_range_are_refused(ratio: float) -> None:
-    with pytest.raises(ValueError, match=r"\(0, 1\)"):
+    with pytest.raises(ValueError, match=r"\(0, 1\]"):
         _ = problem(8, 4, ratio, [1, 2]).total
 
 
