@@ -157,7 +157,7 @@ def main(words: list[str] | None = None) -> int:
     card = {"device": gpu or f"{os.cpu_count()} CPU cores", "software": versions()}
     texts = source(arguments.text), source(arguments.calibration_text)
     work = Workspace(folder, arguments.quick, *texts, gpu=gpu is not None)
-    if (python := os.environ.get(VARIABLE)) is not None:  # commands run in the folder
+    if os.sep in (python := os.environ.get(VARIABLE, "")):  # commands run in the folder; a bare name is of PATH
         os.environ[VARIABLE] = str(Path(python).absolute())
     try:
         for text in filter(None, texts):
