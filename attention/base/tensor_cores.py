@@ -1,4 +1,4 @@
-"""Products of float32 matrices on the tensor cores of a GPU."""
+"""Matrix products in fewer bits: of float32 on the tensor cores of a GPU, of bfloat16 on a CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import torch
 
 ACCELERATED = ("cuda",)
 HALVES = (torch.bfloat16, torch.float16)
+CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16")
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether the CPUs here multiply bfloat16 faster than float32 (AVX-512 BF16 or AMX)."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in CPU_BFLOAT16)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from attention.base.tensor_cores import multiplies_bfloat16
 from attention.base.timing import duration
 from attention.io.files import sha256
 from benchmarks.real import figure
@@ -32,6 +33,8 @@ from trainers.text.corpora import DataError, resolve
 ROOT = Path(__file__).resolve().parents[2]
 ON_OTHER_TEXTS = ("other_text", "calibration", "other_formats", "finetune")
 """Parts that use the texts of the command line."""
+SEARCHES = ("learning_rates", "search", "promotion")
+"""Parts that train."""
 WIKITEXT = {
     "d790b833ef8cf03a": "the test file of WikiText-2",
     "f0737ed31fc1329": "its validation file",
@@ -102,6 +105,8 @@ def notes_on(name: str, work: Workspace) -> list[str]:
     if name in ON_OTHER_TEXTS and work.text is not None:
         texts = [work.text] if work.calibration_text is None else [work.text, work.calibration_text]
         notes.append(f"texts: {', '.join(map(title, texts))}")
+    if name in SEARCHES:
+        notes.append(f"trained in {'bfloat16' if work.gpu or multiplies_bfloat16() else 'float32'}")
     return notes
 
 

@@ -94,10 +94,11 @@ ABOUT = {
     "other_formats": "Conversions that are calibrated on 32,768 tokens of that kind, and the original.",
     "finetune": "Calibrated on 32,768 tokens of the other text's kind, then `headfold finetune --original`: KL to the "
     "original on fresh tokens of it, all weights at 1e-4.",
-    "learning_rates": "Twelve steps of three recipes at each of three rates, by the configuration of the search below.",
+    "learning_rates": "The 24 steps of a trial of the search below, at each of three rates: from it the search takes "
+    "the rate of averaged heads (`gqa`), of least squares, and of heads that are fitted (`headfold_gqa`).",
     "search": f"`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
-    f"towards the original's predictions. {_SEARCH_TEXT} *stopped*: stopped early by the scheduler; *copy*: the same "
-    "model as that of an earlier trial, whose result it takes.",
+    f"towards the original's predictions. {_SEARCH_TEXT} Each arm has the rate that is best "
+    "for its kind of conversion above. *copy*: the same model as that of an earlier trial, whose result it takes.",
     "promotion": "The same with two recipes at one size: the better one is promoted, which trains it and the baseline "
     "further, compares both on other text, registers the model, and exports it.",
 }

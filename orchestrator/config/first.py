@@ -37,11 +37,13 @@ class Hardware:
         gpus: Number of GPUs; with 0 a search runs on CPUs.
         gpu_bytes: Bytes of memory of each GPU.
         cpus: Number of CPUs.
+        cpu_bfloat16: Whether the CPUs multiply bfloat16 faster than float32.
     """
 
     gpus: int
     gpu_bytes: int
     cpus: int
+    cpu_bfloat16: bool = False
 
     @property
     def gpu_memory(self) -> int:
@@ -301,7 +303,8 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     def training(self) -> str:
         """Return the rest of the section `train`."""
         hardware, large = self.hardware, self.parameters >= BILLION
-        lines = [f"dtype: {'bfloat16' if hardware.gpus else 'float32'}"]
+        half = hardware.gpus > 0 or hardware.cpu_bfloat16
+        lines = [f"dtype: {'bfloat16' if half else 'float32'}"]
         lines += ["micro_batch_size: 1", "activation_checkpointing: true"] * large
         if not self.trains_all_weights:
             room = f"{hardware.gpus} x {hardware.gpu_bytes / 2**30:.0f} GiB"

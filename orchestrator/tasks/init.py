@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attention.base.tensor_cores import multiplies_bfloat16
 from attention.checkpoint import Checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.compared import ComparisonConfig, compared_recipes
@@ -75,6 +76,7 @@ def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
             gpus=gpus if options.gpus is None else options.gpus,
             gpu_bytes=options.gpu_memory * 2**30 if options.gpu_memory else memory,
             cpus=os.cpu_count() or 1,
+            cpu_bfloat16=multiplies_bfloat16(),
         ),
         schema=str(shipped("docs/config.schema.json")),
         dequantize=options.dequantize,

@@ -115,10 +115,11 @@ def test_a_command_is_run_again_when_what_it_reads_was_written_later(
     assert (tmp_path / "one.json").is_file(), "another part has run it"
     work.forget()
     assert not (tmp_path / "one.json").is_file()
-    work.run("search", "search", "file.yaml")
-    (tmp_path / "search" / "search").mkdir(parents=True)
-    work.forget()
-    assert list((tmp_path / "search").iterdir()) == [], "it would be continued"
+    for search in ("search", "promotion"):
+        (tmp_path / "search" / search).mkdir(parents=True)
+    replace(work, part="search").forget()
+    left = [folder.name for folder in (tmp_path / "search").iterdir()]
+    assert left == ["promotion"], "an unfinished search of the part would be continued"
 
 
 def test_a_search_that_failed_is_continued_and_its_time_is_of_all_runs(

@@ -181,6 +181,7 @@ def test_training_follows_size_and_hardware(demo_geometry: HeadGeometry) -> None
     small = first(4, 1e8, LAPTOP, demo_geometry)
     assert (small.train.dtype, small.train.gpus_per_worker, small.resources.trial_gpus) == ("float32", 0, 0)
     assert (small.data.sequence_length, small.train.tuning, small.name) == (512, "full", "some-model-7b")
+    assert first(4, 1e8, replace(LAPTOP, cpu_bfloat16=True), demo_geometry).train.dtype == "bfloat16"
     alone = first(4, 7e9, ONE_GPU, demo_geometry)
     # 16 bytes x 7e9 are more than 24 GiB: adapters
     assert (alone.train.tuning, alone.train.num_workers, alone.train.zero_stage) == ("lora", 1, 1)

@@ -1,4 +1,4 @@
-"""`configs/papers.yaml`: what each arm has that another lacks, so that none is judged below its worth."""
+"""Comparisons in `configs/`: what each arm has that another lacks, so that none is judged below its worth."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from search_spaces.recipes.catalogue import RECIPES
 
 ROOT = Path(__file__).parents[3]
 CONFIGURATIONS = ("papers", "papers_200")
+REFINED = {
+    "papers": {"gqa", "asymgqa", "dha", "align"},
+    "papers_200": {"gqa", "align"},
+    "smollm2": {"gqa"},
+}
 
 
 def arms(name: str) -> dict[str, list[Candidate]]:
@@ -26,11 +31,11 @@ def arms(name: str) -> dict[str, list[Candidate]]:
     return result
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", REFINED)
 def test_every_conversion_of_the_papers_also_runs_with_the_local_fit(name: str) -> None:
     result = arms(name)
     refined = {arm.removesuffix("_refined") for arm in result if arm.endswith("_refined")}
-    assert refined == ({"gqa", "asymgqa", "dha", "align"} if name == "papers" else {"gqa", "align"})
+    assert refined == REFINED[name]
     for arm in refined:
         plain, fitted = RECIPES[arm], result[f"{arm}_refined"][0].recipe
         same = plain.with_changes(relaxation="none", refinement="fit_heal", settings=dict(fitted.settings))
@@ -63,9 +68,23 @@ def test_adapters_and_masks_each_have_their_counterpart(name: str) -> None:
     for arm in ("gqa", "asymgqa"):
         assert result[f"{arm}_lora"].conversion_choices == RECIPES[arm].conversion_choices
         assert result[f"{arm}_lora"].recovery == "lora"
-    plain = result["align_plain"]
-    assert plain.conversion_choices == result["align"].conversion_choices
+
+
+@pytest.mark.parametrize("name", [*CONFIGURATIONS, "smollm2"])
+def test_aligned_heads_run_with_and_without_masks(name: str) -> None:
+    result = arms(name)
+    plain, masked = result["align_plain"][0].recipe, result["align"][0].recipe
+    assert plain.conversion_choices == masked.conversion_choices
     assert plain.relaxation == "none" and "min_lr_ratio" not in plain.apply("recovery")
+    config = read_search_config(ROOT / "configs" / f"{name}.yaml", [])
+    assert unfinished_relaxations([masked], config.rungs.steps) == []
+
+
+def test_on_the_public_model_each_arm_learns_from_the_original_to_the_end_of_its_steps() -> None:
+    result = arms("smollm2")
+    assert not read_search_config(ROOT / "configs" / "smollm2.yaml", []).rungs.stop
+    averaged = {c.learning_rate for arm in ("gqa", "asymgqa", "align", "align_plain") for c in result[arm]}
+    assert len(averaged) == 1, "the best of heads that are averaged, by `make real ARGS='--only learning_rates'`"
 
 
 def test_asymgqa_runs_with_the_paper_s_own_score_too() -> None:

@@ -6,6 +6,7 @@ import argparse
 import ast
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from search_spaces.planning.planner import make_plan
 from search_spaces.recipes.catalogue import recipe
 from trainers.evaluation import evaluate
 
+CPU_FLAGS = Path("/proc/cpuinfo")
 GPU = torch.device("cuda")
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
@@ -132,3 +134,9 @@ def test_losses_after_a_conversion_are_the_same(demo_model: Any, demo_tokenizer:
     assert mode.count > 100
     added = exact - evaluate(model, held_out).loss
     assert added > 0.02 and abs(evaluate(created, held_out).loss - exact) < 0.02 * added
+
+
+@pytest.mark.skipif(not CPU_FLAGS.is_file(), reason="lists the instructions of the processor on Linux alone")
+def test_products_of_bfloat16_are_found_where_the_processor_has_them() -> None:
+    flags = set(CPU_FLAGS.read_text(encoding="utf-8").split())
+    assert tensor_cores.multiplies_bfloat16() == bool(flags & {"avx512_bf16", "amx_bf16"})
