@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, Literal, TypedDict, cast
 
 import torch
 from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
+from attention.base.cache import cache_folder
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
 from attention.io.sources import write_source_note
@@ -90,12 +92,14 @@ class EvaluateArguments(EvalArguments, total=False):
     tasks: str | Sequence[str] | None
     prompts: str | Sequence[str] | None
     context_lengths: str | None
+    context_texts: int | None
     speed_tokens: int
     cache_format: str | None
     engine: str | None
     engine_python: str | None
     cache_types: str | Sequence[str] | None
     cache_memory: int
+    trust_remote_code: bool
 
 
 def convert(
@@ -132,11 +136,8 @@ def convert(
     if kv_ratio is None and options.get("kv_heads") is None and options.get("kv_bytes") is None:
         kv_ratio = 0.5
     folder, temporary = export_folder(output_dir, "converted")
-    with (
-        _source(model, tokenizer) as source,
-        _text_source(data, options) as text,
-        _text_source(eval_data, options) as eval_text,
-    ):
+    text, eval_text = _text_source(data, options), _text_source(eval_data, options)
+    with _source(model, tokenizer) as source:
         task = Convert(
             ConvertOptions(
                 model=source,
@@ -186,8 +187,8 @@ def evaluate(
             original=None
             if original is None
             else stack.enter_context(_source(original, tokenizer)),
-            data=stack.enter_context(_text_source(data, options)),
-            eval_data=stack.enter_context(_text_source(eval_data, options)),
+            data=_text_source(data, options),
+            eval_data=_text_source(eval_data, options),
             **options,
         )
         return EvaluationResult(Evaluate(evaluate_options).run())
@@ -212,11 +213,8 @@ def inspect(
         tokenizer: Of a model of transformers.
         **options: As those of `headfold inspect`.
     """
-    with (
-        _source(model, tokenizer) as source,
-        _text_source(data, options) as text,
-        _text_source(eval_data, options) as eval_text,
-    ):
+    text, eval_text = _text_source(data, options), _text_source(eval_data, options)
+    with _source(model, tokenizer) as source:
         inspect_options = InspectOptions(
             checkpoint=source,
             kv_ratio=kv_ratio,
@@ -269,6 +267,10 @@ def load(
 def _source(model: ModelSource, tokenizer: Any) -> Generator[str | Path | Checkpoint]:
     """Yield a model as tasks take it; one of transformers is in a folder while the body runs."""
     if not isinstance(model, PreTrainedModel):
+        if tokenizer is not None:
+            raise ConfigError(
+                "tokenizer: only a model in memory takes one; this model has that of its folder"
+            )
         yield model
         return
     if tokenizer is None:
@@ -279,8 +281,11 @@ def _source(model: ModelSource, tokenizer: Any) -> Generator[str | Path | Checkp
         tokenizer = Checkpoint.open(model.name_or_path).tokenizer
     name = _name_of(model)
     with TemporaryDirectory(prefix="headfold-") as folder:
-        path = files.save(model, Path(folder) / Path(name).name, tokenizer)
         local = model.name_or_path and Path(name).is_dir()
+        # What it was converted from; its plan is written anew
+        note = files.note_of(name) if local else {}
+        record = {key: value for key, value in note.items() if key not in files.PLAN_FIELDS}
+        path = files.save(model, Path(folder) / Path(name).name, tokenizer, record=record)
         write_source_note(path, Path(name).resolve() if local else name)
         yield path
 
@@ -290,21 +295,36 @@ def _name_of(model: PreTrainedModel) -> str:
     return model.name_or_path or str(model.config.model_type)
 
 
-@contextlib.contextmanager
-def _text_source(data: Data, options: Mapping[str, Any]) -> Generator[str | None]:
-    """Yield texts as tasks take them; those in memory are in a file while the body runs."""
+def _text_source(data: Data, options: Mapping[str, Any]) -> str | None:
+    """Return texts as tasks take them.
+
+    Those in memory are written to a file of the cache, once: records name it, and commands that
+    they advise read it again.
+    """
     if data is None or isinstance(data, str):
-        yield data
-        return
+        return data
     if isinstance(data, Path):
-        yield str(data)
-        return
+        return str(data)
     field = options.get("text_field", "text")
-    with TemporaryDirectory(prefix="headfold-") as folder:
-        file = Path(folder) / "texts.jsonl"
-        with file.open("w", encoding="utf-8") as stream:
-            stream.writelines(json.dumps({field: text}) + "\n" for text in _strings(data, field))
-        yield str(file)
+    folder = cache_folder() / "texts"
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with NamedTemporaryFile("wb", dir=folder, suffix=".part", delete=False) as stream:
+        part = Path(stream.name)
+        try:
+            for text in _strings(data, field):
+                line = (json.dumps({field: text}) + "\n").encode()
+                digest.update(line)
+                stream.write(line)
+        except BaseException:
+            part.unlink()
+            raise
+    file = folder / f"{digest.hexdigest()[:16]}.jsonl"
+    if file.exists():
+        part.unlink()
+    else:
+        part.rename(file)
+    return str(file)
 
 
 def _strings(data: Iterable[Any], field: str) -> Iterator[str]:

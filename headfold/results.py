@@ -15,7 +15,12 @@ from typing_extensions import Unpack
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
 from orchestrator.config.options import ExportOptions
-from orchestrator.reporting.evaluation_tables import eval_text_of, increase_of, polish_of
+from orchestrator.reporting.evaluation_tables import (
+    cache_words,
+    eval_text_of,
+    increase_of,
+    polish_of,
+)
 from orchestrator.storage.records import percent
 from orchestrator.tasks.export import Export
 
@@ -104,6 +109,7 @@ class ExportResult(Saved):
         return {
             "export": f"{record['target']}, {exact}: {self.path}",
             "KV cache": f"{record['kv_bytes_per_token_after']:,} bytes per token",
+            **_engine_lines(record, "original"),
             "loaded by": ", ".join(record["loads_in"]),
         }
 
@@ -125,6 +131,7 @@ class ConversionResult(Saved):
             **({"polish": polish_of(record["polish"])} if "polish" in record else {}),
             "perplexity": f"{perplexities} ({loss}), on {eval_text_of(record)}",
             "KV cache": f"{sizes} ({percent(record['kv_ratio'])})",
+            **_engine_lines(record, "original"),
             "loaded by": ", ".join(record["loads_in"]),
         }
 
@@ -155,6 +162,7 @@ class EvaluationResult(VerbResult):
             "checkpoint": record["checkpoint"],
             "perplexity": f"{perplexity}, on {eval_text_of(record)}",
             "KV cache": f"{record['kv_bytes_per_token']:,} bytes per token, {share}",
+            **_engine_lines(record, "original" if record["original"] else "model"),
         }
 
 
@@ -180,6 +188,19 @@ class InspectionResult(VerbResult):
         from orchestrator.storage.outputs import write_page
 
         return write_page(page, build_page(dict(self.record)))
+
+
+def _engine_lines(record: Mapping[str, Any], reference: str) -> dict[str, str]:
+    """Return the lines on formats of an engine's cache, relative to `reference`."""
+    lines = {}
+    if cache := record.get("engine_cache"):
+        lines["in engine"] = cache_words(cache, reference)
+        if "loss_increase" in cache:
+            lines["in engine"] += f"; loss increase {increase_of(cache)}"
+    for row in record.get("rounded_caches", ()):
+        bytes_per_token = f"{row['kv_bytes_per_token']:,} bytes per token"
+        lines[row["cache_format"]] = f"{bytes_per_token}, loss increase {increase_of(row)}"
+    return lines
 
 
 class ExportArguments(TypedDict, total=False):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.base.products import exact_products
 from attention.base.progress import stage
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_of, next_output
@@ -232,7 +233,11 @@ def _totals(
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     losses = [torch.zeros(0, sequences.shape[1] - 1, dtype=torch.float64)]
     batches = list(share)
-    with evaluating(module), stage("measuring the loss", len(batches), "batches") as progress:
+    with (
+        evaluating(module),
+        exact_products(),
+        stage("measuring the loss", len(batches), "batches") as progress,
+    ):
         for rows, counted in batches:
             sums, of_rows = _score(model, teacher, sequences[rows].long().to(device), counted)
             totals += sums

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from attention.base.products import exact_products
 from trainers.text.data import BatchStream
 
 
@@ -111,7 +112,8 @@ def train_model(
     """
     losses = [] if losses is None else losses
     for step in range(start_step + 1, steps + 1):
-        loss = engine.step(stream.next(), loss_fn)
+        with exact_products():
+            loss = engine.step(stream.next(), loss_fn)
         if not math.isfinite(loss):
             raise TrainingDiverged(
                 f"training loss at step {step} of {steps} is {loss}; lower learning_rate or "

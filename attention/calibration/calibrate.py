@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attention.base.products import tensor_cores
 from attention.base.progress import stage
-from attention.base.tensor_cores import tensor_cores
 from attention.calibration.collecting import collecting
 from attention.calibration.moments import LayerStatistics
 from attention.calibration.sizes import SAMPLE_TOKENS, Mixed
@@ -104,7 +104,7 @@ def collect(
         lambda batch: model.get_decoder()(input_ids=batch.to(model.device), use_cache=False)
     )
     with (
-        tensor_cores(model.device, model.dtype),
+        tensor_cores(model.device, model.dtype, model),
         collecting(model, geometry, sampled, mixed) as collectors,
         evaluating(model),
     ):

@@ -42,6 +42,7 @@ PLAN_FILE = "headfold.json"
 LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp")
 """Fields of a Llama's config that Mistral does not know."""
 KV_HEADS = "num_key_value_heads"
+PLAN_FIELDS = ("plan", "plan_digest")
 ORIGINAL = "original"  # in that file: what the checkpoint was converted from
 
 

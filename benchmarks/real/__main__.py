@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from attention.base.tensor_cores import multiplies_bfloat16
+from attention.base.products import multiplies_bfloat16
 from attention.base.timing import duration
 from attention.io.files import sha256
 from benchmarks.real import figure

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from attention.base.tensor_cores import multiplies_bfloat16
+from attention.base.products import multiplies_bfloat16
 from benchmarks.real.workspace import GGUF, PACKAGE, Unavailable, Workspace
 from orchestrator.evaluation.ruler import STRING_MATCH
 from orchestrator.serving.speed import SPEEDS

@@ -116,6 +116,8 @@ class InspectionRecord(OriginalFacts):
     seed: int
     dtype: str
     cache: str
+    options: NotRequired[list[str]]
+    """Options on model and texts, which `convert` takes too, as words of the command line."""
     seconds: dict[str, float]
 
 

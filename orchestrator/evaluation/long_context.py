@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.base.products import exact_products
 from attention.modeling.predictions import chunk_memory, final, positions_at_once
 from attention.modeling.running import evaluating
 from orchestrator.config.schema import ConfigError
@@ -81,7 +82,7 @@ def loss_by_position(model: Any, sequences: Tensor) -> list[PositionLoss]:
     device = next(model.parameters()).device
     length = sequences.shape[1]
     total = torch.zeros(length - 1, dtype=torch.float64)
-    with evaluating(model):
+    with evaluating(model), exact_products():
         for ids in sequences.to(device).split(max(1, _TOKENS_AT_ONCE // length)):
             states, head, vocabulary = final(model, ids)
             at_once = positions_at_once(vocabulary, chunk_memory(ids.device))
@@ -166,7 +167,7 @@ class Needles:
         size = max(1, _TOKENS_AT_ONCE // contexts.shape[1])
         scores = []
         likeliest = []
-        with evaluating(model):
+        with evaluating(model), exact_products():
             batches = zip(contexts.split(size), candidates.split(size), strict=True)
             for ids, values in batches:
                 states, head, _ = final(model, ids.to(device))

@@ -22,7 +22,7 @@ from attention.io.stock_form import format_of
 from attention.plan import AttentionPlan
 from attention.plan_parts import LayerPlan
 from attention.ratios import percent, ratio_of
-from orchestrator.checkpoints import BASE_FIELDS
+from orchestrator.checkpoints import BASE_FIELDS, base_of
 from orchestrator.reporting.card_loading import loading_blocks
 from orchestrator.reporting.evaluation_tables import tasks_table
 from orchestrator.reporting.figures.drawing import save_png
@@ -61,6 +61,7 @@ class CardFacts:
         license: Of the base.
         recipe: Name of the recipe.
         kv_ratio: Share of the base's KV cache.
+        converted: Whether it has fewer heads than its base, or other ones.
         losses: Held-out losses in nats per token, by name of the model.
         loss_notes: Notes on the text that they are measured on.
         tasks: Scores by model, as `evaluate --tasks` gives them.
@@ -76,6 +77,7 @@ class CardFacts:
     license: str | None = None
     recipe: str | None = None
     kv_ratio: float | None = None
+    converted: bool = True
     losses: dict[str, float] = field(default_factory=dict)
     loss_notes: list[str] = field(default_factory=list)
     tasks: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -100,12 +102,15 @@ class CardFacts:
             if heads := checkpoint.original_heads(folder, plan.head_dim):
                 ratio = ratio_of(plan, heads)
         base: dict[str, Any] = {key: original.get(key) for key in BASE_FIELDS}
+        if not note:
+            base |= base_of(folder)
         if polished := note.get("polish"):
             steps, tokens = polished["steps"], polished["tokens"]
             base["trained"] = {"steps": steps, "tokens": tokens, "data": "that of the calibration"}
         return cls(
             recipe=(note.get("recipe") or {}).get("name"),
             kv_ratio=ratio,
+            converted=bool(note),
             cache_format=note.get("cache_format"),
             **base,
         )
@@ -159,7 +164,9 @@ def card_of(
     engines = _engines(folder, export)
     base = facts.base or "its base"
     share = "a smaller" if facts.kv_ratio is None else f"{percent(facts.kv_ratio)} of its"
-    title = f"{facts.base or 'A model'} at {share} KV cache"
+    title = facts.base or "A model"
+    if facts.converted:
+        title += f" at {share} KV cache"
     tables = [
         _cache_table(export, facts),
         _loss_table(facts),
@@ -209,7 +216,7 @@ def _metadata(folder: Path, facts: CardFacts, engines: Sequence[str]) -> dict[st
         library = "transformers"
     metadata = {
         "base_model": facts.base_id,
-        "base_model_relation": "finetune" if facts.base_id else None,
+        "base_model_relation": "finetune" if facts.base_id and facts.converted else None,
         "license": facts.license,
         "library_name": library,
         "pipeline_tag": "text-generation",
@@ -221,6 +228,8 @@ def _metadata(folder: Path, facts: CardFacts, engines: Sequence[str]) -> dict[st
 
 def _description(facts: CardFacts, base: str, share: str) -> str:
     linked = f"[{base}](https://huggingface.co/{facts.base_id})" if facts.base_id else base
+    if not facts.converted:
+        return f"{linked}, exported with Headfold as it is: no heads are converted."
     recipe = f", by recipe `{facts.recipe}`" if facts.recipe else ""
     return (
         f"{linked}, converted to {share} KV cache{recipe} with Headfold: groups of attention heads "

@@ -127,6 +127,8 @@ def next_command(record: Mapping[str, Any], engine: str | None = None) -> str | 
     targets = {"llama.cpp": "gguf", "vllm": "vllm", "transformers": "transformers"}
     if engine == "llama.cpp" or (engine in targets and not stock):
         return export_command(folder, targets[engine])
+    if engine == "transformers":
+        return None
     commands = re.findall("`(headfold export [^`]*)`", record["format_note"])
     return commands[0] if commands else None
 
@@ -152,7 +154,7 @@ def print_conversion(record: Mapping[str, Any], out: Any) -> None:
             f"{tokens_per_gb(cache_bytes):,} tokens per GB, {tokens_per_gb(before):,} before",
         }
         if cache := point.get("engine_cache"):
-            words = _cache_words(cache, "original")
+            words = cache_words(cache, "original")
             facts["in engine"] = f"{words}; loss increase {increase_of(cache)}"
         if "polish" in point:
             facts["polish"] = polish_of(point["polish"])
@@ -191,7 +193,7 @@ def print_evaluation(record: Mapping[str, Any]) -> None:
         f"{record['cache_bytes_measured']} allocated after {record['cache_tokens']} tokens"
     )
     if cache := record.get("engine_cache"):
-        print(f"measured with {_cache_words(cache, 'original' if record['original'] else 'model')}")
+        print(f"measured with {cache_words(cache, 'original' if record['original'] else 'model')}")
     if rows := record.get("rounded_caches"):
         reference = "original" if record["original"] else "model"
         print(f"cache formats, relative to the {reference} in 16 bits:")
@@ -221,7 +223,7 @@ def rounded_caches_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table(columns, cells)
 
 
-def _cache_words(cache: Mapping[str, Any], reference: str) -> str:
+def cache_words(cache: Mapping[str, Any], reference: str) -> str:
     """Return the size of a cache format, relative to `reference`, and the flags of engines."""
     flags = "; ".join(
         f"{engine} {words}" for engine, words in zip(cache["engines"], cache["flags"], strict=True)

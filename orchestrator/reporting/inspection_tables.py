@@ -92,7 +92,8 @@ def next_step(record: Mapping[str, Any]) -> str | None:
     if best is None:
         return None
     words = ["--model", record["model"], "--recipe", best["recipe"], "--kv-ratio", f"{ratio:g}"]
-    words += ["--data", record["calibration_data"], "--out", f"{Path(record['model']).name}-kv"]
+    words += ["--data", record["calibration_data"], *record.get("options", ())]
+    words += ["--out", f"{Path(record['model']).name}-kv"]
     return shlex.join(["headfold", "convert", *words])
 
 

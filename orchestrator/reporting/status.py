@@ -30,6 +30,7 @@ from orchestrator.reporting.tables import PER_GPU_COLUMN, Table, facts_table
 from orchestrator.storage import records
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_if_there
+from orchestrator.storage.lock import last_heartbeat
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord, front
 
@@ -77,8 +78,9 @@ class SearchStatus:
     unit: str
     """Unit of the hours: GPU or CPU."""
     hours_spent: float
+    """By trials."""
     hours_left: float | None
-    """The estimate at the start minus the hours spent."""
+    """The estimate at the start minus the hours spent; None in the promotion."""
     money_spent: float | None
     """None without a price."""
     money_left: float | None
@@ -102,12 +104,18 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStat
     estimate = read_if_there(folder.estimate)
     candidates = read_if_there(folder.promotion).get("candidates", {})
     config = _config(folder)
-    seconds = _seconds(state, now or datetime.now(UTC))
-    search_state = _state(state, trials)
+    now = now or datetime.now(UTC)
+    dead_since = last_heartbeat(folder.lock, now.timestamp())
+    until = now if dead_since is None else datetime.fromtimestamp(dead_since, UTC)
+    seconds = search_seconds(state, until)
+    search_state = _state(state, trials, driver_lives=dead_since is None)
     running = search_state == "running"
     unit, spent = hours_spent(trials, config)
     estimated = estimate.get(f"{unit.lower()}_hours")
-    left = max(0.0, estimated - spent) if running and estimated is not None else None
+    left = None
+    # The hours of promotions are not known before they end
+    if running and estimated is not None and not candidates:
+        left = max(0.0, estimated - spent)
     price = config.resources.price_per_hour if config else None
     rungs = len(config.rungs.steps) if config else 1
     # Running trials count with their measurements until now
@@ -141,19 +149,17 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStat
 def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> tuple[str, float]:
     """Return the unit, and the hours that trials have reported."""
     if config is None:
-        return "CPU", sum(sum(t.seconds.values()) + _train_seconds(t) for t in trials) / 3600
+        return "CPU", sum(t.spent_seconds for t in trials) / 3600
     train = config.train
     resources = config.resources
     gpus = train.gpus_per_worker
     workers = train.num_workers * (gpus or train.cpus_per_worker)
     process = resources.trial_gpus if gpus else max(1.0, resources.trial_cpus)
-    seconds = sum(process * sum(t.seconds.values()) + workers * _train_seconds(t) for t in trials)
+    seconds = 0.0
+    for trial in trials:
+        alone = sum(trial.seconds.values())
+        seconds += process * alone + workers * (trial.spent_seconds - alone)
     return "GPU" if gpus else "CPU", seconds / 3600
-
-
-def _train_seconds(trial: TrialRecord) -> float:
-    """Return the seconds that the workers of a trial have run."""
-    return float(trial.last.get("seconds") or 0.0) if trial.step and trial.copy_of is None else 0.0
 
 
 def tokens_per_second(trials: Iterable[TrialRecord]) -> float:
@@ -205,21 +211,29 @@ def _config(folder: SearchFolder) -> SearchConfig | None:
         return None  # of another version: values derived from the settings are left out
 
 
-def _state(state: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str:
+def _state(state: Mapping[str, Any], trials: Sequence[TrialRecord], *, driver_lives: bool) -> str:
     if "ended" in state:
         return "ended"
+    if not driver_lives:
+        return "interrupted"
     if "seconds" not in state or "resumed" in state:
         return "running"
     return "running" if any(t.status == records.RUNNING for t in trials) else "interrupted"
 
 
-def _seconds(state: Mapping[str, Any], now: datetime) -> float | None:
+def search_seconds(state: Mapping[str, Any], now: datetime) -> float | None:
+    """Return the time of all drivers of a search, that of one which runs until `now`.
+
+    Args:
+        state: That of the search.
+        now: The present, or when its driver was last seen.
+    """
     earlier = float(state.get("seconds", 0.0))
     if "seconds" in state and "resumed" not in state:
         return earlier
     if (began := state.get("resumed") or state.get("started")) is None:
         return None
-    return earlier + (now - datetime.fromisoformat(began)).total_seconds()
+    return earlier + max(0.0, (now - datetime.fromisoformat(began)).total_seconds())
 
 
 def _front_point(trial: TrialRecord, original_loss: float | None) -> FrontPoint:
@@ -257,7 +271,7 @@ def status_facts(status: SearchStatus) -> dict[str, str]:
     facts["trials"] = f"{ended}/{status.expected or '?'} finished: {states}{probes}"
     rate = status.tokens_per_second
     facts["tokens"] = compact(status.tokens) + (f", {compact(rate)}/s now" if rate else "")
-    hours = f"{status.hours_spent:.2f} {status.unit}-hours"
+    hours = f"{status.hours_spent:.2f} {status.unit}-hours of trials"
     facts["spent"] = hours + _remaining_text(status.hours_left)
     if status.money_spent is not None:
         facts["money"] = f"{status.money_spent:.2f}{_remaining_text(status.money_left)}"

@@ -187,7 +187,7 @@ def _trial_row(trial: TrialRecord, original: OriginalRecord) -> list[str]:
         number(trial.best.get("kl")),
         number(trial.last_loss),
         _state(trial),
-        clock(sum(trial.seconds.values())),
+        clock(trial.spent_seconds),
         trial.trial_id,
         trial.error or "",
     ]

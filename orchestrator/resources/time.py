@@ -17,6 +17,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from attention.base.products import exact_products
 from attention.calibration.collecting import BLOCK
 from attention.conversion.fusion.estimates import LEADING
 from attention.conversion.refinement.local import (
@@ -320,7 +321,8 @@ def measured_rate(model_config: PretrainedConfig, train: TrainSettings, length: 
     try:
         for _ in range(2):
             started = time.perf_counter()
-            torch.autograd.backward(loss_fn(model, batch))
+            with exact_products():
+                torch.autograd.backward(loss_fn(model, batch))
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started

@@ -41,6 +41,7 @@ from orchestrator.search.trials.conversions import ConversionLibrary
 from orchestrator.search.trials.trial import run_trial, trained
 from orchestrator.search.validation import Prepared
 from orchestrator.storage.journal import Journal, JournalError, unwritable
+from orchestrator.storage.json_files import read_json
 from orchestrator.tracking.wandb_trials import wandb_callback
 from orchestrator.training.run import checkpoint_step
 
@@ -98,7 +99,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     nodes = HoldNodes(session, history, log.expected)
     callbacks = [log, Cleaning(config, folder, history), ahead, nodes]
     if config.tracking.wandb is not None:
-        callbacks.append(wandb_callback(config.tracking.wandb, folder.root.name))
+        identity = read_json(folder.origin)["id"][:8]
+        callbacks.append(wandb_callback(config.tracking.wandb, folder.root.name, identity))
     tuner = _tuner(
         session,
         JournaledSearch(copying, decided, journal, reached),

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _KEYS = ("host", "pid", "since", "token", "beat")
 _BEAT_SECONDS = 2.0
 _MISSED_BEATS = 5  # in a row, after which a holder on another machine counts as dead
+_SILENT_SECONDS = 60.0
 
 
 class LockHolder(TypedDict):
@@ -228,6 +229,27 @@ class SearchLock(contextlib.AbstractContextManager):
                 "process runs this search, remove the file"
             )
         return cast(LockHolder, record)
+
+
+def last_heartbeat(path: Path, now: float) -> float | None:
+    """Return when the holder of a lock wrote its last heartbeat, if it has long been silent.
+
+    For readers alone: it compares the clock here with that of the file system, which `acquire` does
+    not.
+
+    Args:
+        path: The lock file.
+        now: In seconds since 1970, as what is returned.
+
+    Returns:
+        None while heartbeats are written, and where there is no file, as in a copy of a search.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    released = status.st_size == 0
+    return status.st_mtime if released or now - status.st_mtime > _SILENT_SECONDS else None
 
 
 def _refusal(what: str, holder: LockHolder | None) -> str:

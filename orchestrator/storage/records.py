@@ -294,6 +294,17 @@ class TrialRecord:
         return int(self.last.get("step", 0))
 
     @property
+    def train_seconds(self) -> float:
+        """Seconds of training; of a copy those of the trial whose result it takes."""
+        # A rung has the seconds of its training until then; earlier ones are in the phases
+        return float(self.last.get("seconds") or 0.0) if self.step else 0.0
+
+    @property
+    def spent_seconds(self) -> float:
+        """Seconds that its processes have run: a copy is not trained."""
+        return sum(self.seconds.values()) + (0.0 if self.copy_of else self.train_seconds)
+
+    @property
     def cost(self) -> dict[str, float]:
         """The cost up to the highest rung reached.
 
@@ -303,15 +314,13 @@ class TrialRecord:
         """
         conversion = self.conversion_cost or {}
         tokens = int(self.last.get("tokens") or 0)
-        # A rung has the seconds of its training until then; earlier ones are in the phases
-        training_seconds = float(self.last.get("seconds") or 0.0) if self.step else 0.0
         return {
             "optimizer_steps": conversion.get("optimizer_steps", 0),
             "steps": self.step,
             "fit_tokens": conversion.get("tokens", 0),
             "tokens": tokens,
             "flops": conversion.get("flops", 0.0) + 6.0 * (self.parameters or 0) * tokens,
-            "seconds": sum(self.seconds.values()) + training_seconds,
+            "seconds": sum(self.seconds.values()) + self.train_seconds,
         }
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attention.base.tensor_cores import multiplies_bfloat16
+from attention.base.products import multiplies_bfloat16
 from attention.checkpoint import Checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.compared import ComparisonConfig, compared_recipes

@@ -104,7 +104,18 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
 
     def run(self) -> InspectionRecord:
         """Measure."""
-        return measure_heads(self.request, self.compared, agreement=self.options.agreement)
+        record = measure_heads(self.request, self.compared, agreement=self.options.agreement)
+        return {**record, "options": self._options}
+
+    @property
+    def _options(self) -> list[str]:
+        """The words of the options on model and texts that are not their defaults."""
+        options, defaults = self.options, InspectOptions
+        words = ["--dequantize"] * options.dequantize
+        for name in ("text_field", "eval_data", "dtype"):
+            if (value := getattr(options, name)) != getattr(defaults, name):
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        return words
 
     def show(self, record: InspectionRecord) -> None:
         print_inspection(record)

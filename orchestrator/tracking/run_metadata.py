@@ -29,7 +29,6 @@ _MODEL_METRICS = (
     "parameters",
     "actual_kv_ratio",
     "decode_seconds_per_token",
-    "calibration_loss",
 )
 """Fields of a trial's record that its first point has."""
 
@@ -174,6 +173,6 @@ def _trial_note(record: TrialRecord, folder: Path) -> str:
     parts = {axis: record.choices.get(axis) for axis in AXES}
     choices = [f"{axis} {part}" for axis, part in parts.items() if part not in (None, "none")]
     return (
-        f"Trial `{record.trial_id}` of search `{folder.name}`: {record.label} at "
-        f"{percent(record.kv_ratio)} of the KV cache.\n\n{', '.join(choices)}"
+        f"Trial `{record.trial_id}` of search `{folder.name}`: {record.label}, "
+        f"KV ratio {percent(record.kv_ratio)}.\n\n{', '.join(choices)}"
     )

@@ -40,19 +40,20 @@ def check_wandb(project: str | None) -> None:
         )
 
 
-def wandb_callback(project: str, search: str) -> Callback:
+def wandb_callback(project: str, search: str, identity: str) -> Callback:
     """Return the callback of Tune that logs each trial as a run of a project.
 
     Args:
         project: In which the search's trials are one group.
-        search: Name of the search. With the trial's id it is the id of a run, which a resumed
-            search continues.
+        search: Name of the search.
+        identity: What distinguishes it from others of that name. With the trial's id it is the id
+            of a run, which a resumed search continues.
     """
     from ray.air.integrations.wandb import WandbLoggerCallback
 
     class TrialRuns(WandbLoggerCallback):
         def log_trial_start(self, trial: object) -> None:
-            self.kwargs["id"] = f"{search}-{trial}"
+            self.kwargs["id"] = f"{search}-{identity}-{trial}"
             super().log_trial_start(trial)  # pyright: ignore[reportArgumentType]
 
     return TrialRuns(project=project, group=search, excludes=list(_EXCLUDED), resume="allow")

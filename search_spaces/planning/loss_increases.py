@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.base.tensor_cores import tensor_cores
+from attention.base.products import tensor_cores
 from attention.calibration.store import Calibration, layer_statistics
 from attention.conversion.convert import LiftedHeads, convert
 from attention.conversion.refinement.local import (

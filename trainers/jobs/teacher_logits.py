@@ -28,6 +28,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from attention.base.products import exact_products
 from attention.base.progress import stage
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint
@@ -138,7 +139,7 @@ class _Writer:
         rank, workers = dist.get_rank(), dist.get_world_size()
         with (
             evaluating(self._teacher),
-            torch.no_grad(),
+            exact_products(),
             stage("keeping the teacher's predictions", shards, "shards") as progress,
         ):
             while missing := of_rank_0(lambda: self._missing(order)):

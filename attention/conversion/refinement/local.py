@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.axes import Knob
+from attention.base.products import tensor_cores
 from attention.base.progress import stage
-from attention.base.tensor_cores import tensor_cores
 from attention.conversion.refinement.capture import Record, split_held_out
 from attention.conversion.refinement.healing import HEAL_KNOBS, heal
 from attention.conversion.refinement.original import Original, Text

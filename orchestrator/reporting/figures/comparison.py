@@ -121,7 +121,7 @@ def tokens_figure(rows: Sequence[ComparisonRow], original: OriginalRecord) -> Fi
             for axes in (whole, close):
                 handles[name] = _draw_curve(axes, row["curve"], first_step, styles[name])
         _zoom(close, shown, original)
-        title = f"{percent(kv_ratio)} of the KV cache"
+        title = f"KV ratio {percent(kv_ratio)}"
         whole.set_title(title, fontsize=10, loc="left")
         close.set_title("detail", fontsize=10, loc="left")
         for axes in (whole, close):

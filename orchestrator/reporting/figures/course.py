@@ -105,7 +105,7 @@ def proxy_figure(trials: Sequence[TrialRecord]) -> Figure | None:
         firsts, lasts = ranks
         axes.plot(firsts, lasts, ls="", ms=6, alpha=0.8, **style)
         rho = f"rho = {agreement['rho']:+.2f}, {agreement['trials']} trials"
-        name = f"{percent(kv_ratio)} of the KV cache: {rho}"
+        name = f"KV ratio {percent(kv_ratio)}: {rho}"
         handles[name] = Line2D([], [], ls="", **style)
         highest = max(highest, len(firsts))
     for axis in (axes.xaxis, axes.yaxis):

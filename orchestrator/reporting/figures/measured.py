@@ -135,7 +135,7 @@ def relaxation_figure(trials: Sequence[TrialRecord]) -> Figure | None:
             axes.set_visible(False)
     figure.supxlabel("step of the relaxation", fontsize=9)
     lines = [Line2D([], [], color=colour) for colour in colours.values()]
-    labels = [f"{percent(kv_ratio)} of the KV cache" for kv_ratio in colours]
+    labels = [f"KV ratio {percent(kv_ratio)}" for kv_ratio in colours]
     figure.legend(lines, labels, loc="outside upper right", ncols=len(lines), frameon=False)
     return figure
 

@@ -230,7 +230,7 @@ def rungs_figure(trials: Sequence[TrialRecord], original: OriginalRecord) -> Fig
         label_points(line, (f"{trial.name}, step {step}: loss {x:+z.3f}" for step, x in points))
         handles[name] = Line2D([], [], ls="", ms=5, **styles[name])
     for ratio, dash in dashes.items():
-        label = f"{percent(ratio)} of the KV cache"
+        label = f"KV ratio {percent(ratio)}"
         handles[label] = Line2D([], [], ls=dash, color=INK)
     legend_below(figure, handles)
     return figure

@@ -60,7 +60,8 @@ def model_part(
         long_context.append(with_intro(recall_table(_renamed(losses["recall"])), _RECALL))
     stats = [*_quality(model, candidate, original), *_sequences(model, original)]
     return PagePart(
-        f"Promoted: {model['label']}, {percent(model['kv_ratio'])} of the KV cache",
+        f"Promoted: {model['label']}, {percent(model['used_kv_ratio'] or model['kv_ratio'])} "
+        "of the KV cache",
         [
             PageSection("Quality and size", stats=stats),
             PageSection("Serve it", commands=_commands(model)),

@@ -7,6 +7,7 @@ trials, and the commands that repeat the search.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -33,6 +34,7 @@ from orchestrator.reporting.promoted_models import (
     promoted_models,
 )
 from orchestrator.reporting.repeat_command import command_of
+from orchestrator.reporting.status import search_seconds
 from orchestrator.reporting.tables import facts_table
 from orchestrator.storage import records
 from orchestrator.storage.cache_points import read_cache_points
@@ -207,7 +209,7 @@ def _repetition(trial: TrialRecord, folder: SearchFolder) -> Repetition:
 
 def _provenance(folder: SearchFolder, original: OriginalRecord) -> list[PageSection]:
     state = folder.read_state()
-    seconds = state.get("seconds")
+    seconds = search_seconds(state, datetime.now(UTC))
     versions = [f"{name} {version}" for name, version in read_if_there(folder.versions).items()]
     digests = original.get("digests", {})
     facts = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from attention.base import tensor_cores
+from attention.base import products
 from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import lift
 from attention.conversion.refinement.refine import refine
@@ -38,26 +38,47 @@ def restored() -> Iterator[None]:
 
 
 def test_on_and_put_back() -> None:
-    with tensor_cores.tensor_cores(GPU, torch.bfloat16):
+    with products.tensor_cores(GPU, torch.bfloat16):
         assert torch.get_float32_matmul_precision() == "high"
-        with tensor_cores.tensor_cores(GPU, torch.float16):
+        with products.tensor_cores(GPU, torch.float16):
             assert torch.get_float32_matmul_precision() == "high"
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == "highest"
-    with pytest.raises(KeyError), tensor_cores.tensor_cores(GPU, torch.bfloat16):
+    with pytest.raises(KeyError), products.tensor_cores(GPU, torch.bfloat16):
         raise KeyError
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
-def test_off_on_the_cpu_and_for_models_of_float32(device: str, dtype: torch.dtype) -> None:
-    with tensor_cores.tensor_cores(torch.device(device), dtype):
-        assert torch.get_float32_matmul_precision() == "highest"
+def test_products_are_exact_on_the_cpu_and_for_models_of_float32(device: str, dtype: torch.dtype) -> None:
+    with products.tensor_cores(torch.device(device), dtype):
+        assert torch.get_float32_matmul_precision() == ("medium" if products.onednn_is_faster() else "highest")
+        one, other = torch.randn(2, 300, 300, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close((one @ other).double(), one.double() @ other.double(), rtol=1e-5, atol=1e-4)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_onednn_multiplies_on_cpus_of_amd_with_avx_512_if_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = {"cpu_name": "AMD EPYC", "avx512_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(products, "_EXACT", 1.0)  # what is chosen does not depend on the processor of the test
+    fresh = products.onednn_is_faster.__wrapped__
+    assert fresh()
+    for other in ({"cpu_name": "Intel(R) Xeon(R) Platinum 8481C"}, {"avx512_bf16": False}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda other=other: processor | other)
+        assert not fresh()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not fresh()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(products, "_EXACT", 0.0)
+    assert not fresh() and torch.get_float32_matmul_precision() == "highest"
 
 
 def test_calibration_fits_and_curves_are_in_its_scope(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for the GPU here: what counts is the setting at the products."""
-    monkeypatch.setattr(tensor_cores, "ACCELERATED", ("cpu",))
+    monkeypatch.setattr(products, "ACCELERATED", ("cpu",))
     seen: dict[str, set[str]] = {}
 
     def note(name: str, function: Any) -> Any:
@@ -71,17 +92,21 @@ def test_calibration_fits_and_curves_are_in_its_scope(tiny_model: Any, monkeypat
     from attention.conversion.refinement import local
     from search_spaces.planning import loss_increases
 
-    monkeypatch.setattr(collecting.Collector, "finish", note("calibration", collecting.Collector.finish))
+    monkeypatch.setattr(collecting.Collector, "see_call", note("calibration", collecting.Collector.see_call))
     monkeypatch.setattr(local, "fit_module", note("fit", local.fit_module))
     monkeypatch.setattr(loss_increases, "fit_module", note("curves", loss_increases.fit_module))
     model = tiny_model("llama", dtype=torch.bfloat16)
+    rotary = type(model.model.rotary_emb)
     tokens = torch.randint(0, 64, (6, 24), generator=torch.Generator().manual_seed(0))
-    calibrated = PlanningContext(geometry_of(model.config), lift(model), calibrate(model, tokens), model, tokens)
+    with monkeypatch.context() as patched:
+        patched.setattr(rotary, "forward", note("angles", rotary.forward))
+        calibration = calibrate(model, tokens)
+    calibrated = PlanningContext(geometry_of(model.config), lift(model), calibration, model, tokens)
     chosen = recipe("headfold", **{"allocation.fit_steps": 2, "refinement.fit_steps": 2, "allocation.tokens": 48})
     plan = make_plan(chosen, 0.5, calibrated, np.random.default_rng(0))
     converted = convert_with(chosen, model, plan, calibrated.calibration)
     refine(chosen.refinement, model, converted, tokens, chosen.knobs("refinement"))
-    assert seen == {"calibration": {"high"}, "fit": {"high"}, "curves": {"high"}}
+    assert seen == {"angles": {"highest"}, "calibration": {"high"}, "fit": {"high"}, "curves": {"high"}}
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -139,4 +164,4 @@ def test_losses_after_a_conversion_are_the_same(demo_model: Any, demo_tokenizer:
 @pytest.mark.skipif(not CPU_FLAGS.is_file(), reason="lists the instructions of the processor on Linux alone")
 def test_products_of_bfloat16_are_found_where_the_processor_has_them() -> None:
     flags = set(CPU_FLAGS.read_text(encoding="utf-8").split())
-    assert tensor_cores.multiplies_bfloat16() == bool(flags & {"avx512_bf16", "amx_bf16"})
+    assert products.multiplies_bfloat16() == bool(flags & {"avx512_bf16", "amx_bf16"})
