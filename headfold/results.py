@@ -192,7 +192,7 @@ class InspectionResult(VerbResult):
 
 def _engine_lines(record: Mapping[str, Any], reference: str) -> dict[str, str]:
     """Return the lines on formats of an engine's cache, relative to `reference`."""
-    lines = {}
+    lines: dict[str, str] = {}
     if cache := record.get("engine_cache"):
         lines["in engine"] = cache_words(cache, reference)
         if "loss_increase" in cache:

@@ -14,6 +14,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlparse
 
 import yaml
 
@@ -56,7 +57,7 @@ from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.promotion_record import PromotionRecord
 from orchestrator.storage.records import best_per_budget, waits_for
-from orchestrator.storage.trust import warn_of_pickles
+from orchestrator.storage.trust import check_place, warn_of_pickles
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.run_metadata import search_note, shared_metadata
@@ -94,7 +95,8 @@ def search(
     lists the parts of its memory.
     """
     storage = storage_path(config.storage)
-    if in_ray_job() and not is_remote(config.storage) and str(storage) != config.storage:
+    named = Path(urlparse(config.storage).path).expanduser()
+    if in_ray_job() and not is_remote(config.storage) and not named.is_absolute():
         print(
             f"storage {config.storage!r} is relative and this is a Ray job: "
             f"results go to {storage}",
@@ -179,6 +181,7 @@ def _search_to_resume(
             f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume "
             "with the same settings, or start a new search without --resume"
         )
+    check_place(folder)
     warn_of_pickles(folder)
     return folder
 
@@ -194,6 +197,7 @@ def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
                 f"continues the unfinished search of this name: {newest.root}",
                 flush=True,
             )
+            check_place(newest)
             warn_of_pickles(newest)
             return newest
     for folder in unended:

@@ -52,7 +52,7 @@ from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.promotion_record import PromotionRecord
 from orchestrator.storage.records import OriginalRecord, TrialRecord, waits_for
-from orchestrator.storage.trust import warn_of_pickles
+from orchestrator.storage.trust import check_place, warn_of_pickles
 from orchestrator.tracking.run_metadata import shared_metadata
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
@@ -169,6 +169,7 @@ def _request(
 ) -> tuple[SearchFolder, SearchConfig, list[TrialRecord]]:
     """Return a search, its configuration, and the trials of it to promote."""
     folder = SearchFolder.existing(search)
+    check_place(folder)
     warn_of_pickles(folder)
     config = _stored_config(folder, overrides)
     records = load_trials(folder.root)
@@ -204,14 +205,16 @@ def _stored_config(folder: SearchFolder, overrides: Iterable[str]) -> SearchConf
     original = read_if_there(folder.original)
     if "model" in original:
         record["model"] = model | {"path": original["model"]}
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
-    if uri:
+    uri = tracking.get("uri") or read_if_there(folder.state).get("tracking")
+    if "***@" in str(uri):  # stored without its password
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            raise ConfigError(
+                "tracking.uri is stored without its password; set MLFLOW_TRACKING_URI to the whole "
+                "address"
+            )
+    if uri is not None:
         record["tracking"] = tracking | {"uri": uri}
-    elif "***@" in str(tracking.get("uri")):
-        raise ConfigError(
-            "tracking.uri is stored without its password; set MLFLOW_TRACKING_URI to the whole "
-            "address"
-        )
     return parse_config(record, where=str(folder.snapshot))
 
 

@@ -101,7 +101,7 @@ def _remove(folder: SearchFolder, record: TrialRecord, finalist: bool, address: 
     removable += [
         stage
         for stage in root.glob("trained.relaxed/stage-*")
-        if not relaxed or stage != Path(relaxed).parent
+        if not relaxed or stage.name != Path(relaxed).parent.name
     ]
     for path in removable:
         shutil.rmtree(path, ignore_errors=True)
@@ -117,7 +117,7 @@ def _remove_weights(folder: SearchFolder, record: TrialRecord, finalist: bool) -
         if finalist
         else [root / "converted", root / "trained", root / "trained.best", root / "trained.relaxed"]
     )
-    if finalist and last.get("checkpoint_path") and best and Path(best) != root / "trained":
+    if finalist and last.get("checkpoint_path") and best and Path(best).name != "trained":
         gone.append(root / "trained")  # the training resumes from its checkpoint
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)

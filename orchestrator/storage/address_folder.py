@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from attention.io.file_lock import file_lock
 from attention.io.files import sha256, written_whole
 from orchestrator.storage.conditional import (
     ComparedObjects,
@@ -20,7 +21,6 @@ from orchestrator.storage.conditional import (
     WriteConflictError,
 )
 from orchestrator.storage.databases import back_up
-from orchestrator.storage.file_lock import file_lock
 from orchestrator.storage.lease import AddressLease, AddressTakenError, describe_holder, read_record
 from orchestrator.storage.manifest import (
     FORMAT,

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
+from attention.io.file_lock import file_lock
 from attention.io.files import written_whole
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.address_folder import (
@@ -20,7 +21,6 @@ from orchestrator.storage.address_folder import (
 from orchestrator.storage.conditional import (
     write_object,
 )
-from orchestrator.storage.file_lock import file_lock
 from orchestrator.storage.manifest import (
     STATE_FOLDER,
     FileEntry,

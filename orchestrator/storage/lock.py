@@ -149,14 +149,15 @@ class SearchLock(contextlib.AbstractContextManager):
         self.release()
 
     def _take(self, what: str) -> None:
+        locks = True
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(_refusal(what, self._read())) from None
         except OSError:
-            pass  # a file system without locks: the heartbeat alone decides
+            locks = False  # of the file system: the heartbeat alone decides
         holder = self._read()
-        elsewhere = holder is not None and holder["host"] != self._host
+        elsewhere = holder is not None and not (locks and holder["host"] == self._host)
         if holder is not None and elsewhere and self._is_alive(holder):
             raise ConfigError(_refusal(what, self._read()))
         self._epoch = (holder.get("epoch", 0) if holder is not None else 0) + 1
@@ -197,6 +198,7 @@ class SearchLock(contextlib.AbstractContextManager):
         }
         # Of one length, so that a reader never sees the end of an old one
         os.pwrite(self._descriptor, json.dumps(record).ljust(256).encode(), 0)
+        os.fsync(self._descriptor)  # over NFS others see it only then
 
     def _read(self) -> LockHolder | None:
         """Return the holder, as the file says; None if there is none.

@@ -50,7 +50,8 @@ from trainers.jobs.addresses import NATIVE, open_location
 
 logger = logging.getLogger(__name__)
 
-_SECRET_SETTINGS = ("access_key", "secret_key", "session_token", "token", "password")
+_SECRET_WORDS = ("key", "secret", "token", "passw", "credential")
+_CONTAINER_FIRST = ("abfs", "abfss")
 _Result = TypeVar("_Result")
 _COMMIT_SECONDS = 60.0
 
@@ -80,7 +81,12 @@ def check_address(storage: str) -> None:
 
     address = urlparse(storage)
     shown = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
-    if "@" in address.netloc or set(parse_qs(address.query)) & set(_SECRET_SETTINGS):
+    # Azure's form is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH
+    user = address.netloc.rpartition("@")[0]
+    with_user = bool(user) and (address.scheme not in _CONTAINER_FIRST or ":" in user)
+    names = [name.lower() for name in parse_qs(address.query)]
+    secret = any(name == "sig" or word in name for name in names for word in _SECRET_WORDS)
+    if with_user or secret:
         raise ConfigError(
             f"storage: the address of {shown} contains credentials, which would be written "
             "into records; give them to the environment instead (for S3 AWS_ACCESS_KEY_ID and "

@@ -1,4 +1,4 @@
-"""The warning before files are read that can run a program, from a folder of unknown origin.
+"""Where a search was made: the check before it is continued, and the warning of its pickles.
 
 Weights, plans, tokens and records are safetensors, JSON and YAML: reading them runs nothing.
 Training checkpoints are DeepSpeed's, which are pickles: reading one can run anything. They are read
@@ -11,14 +11,36 @@ import os
 import sys
 from pathlib import Path
 
+from orchestrator.config.parsing import ConfigError
 from orchestrator.storage.journal import load_trials
-from orchestrator.storage.json_files import read_json
-from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.json_files import read_if_there
+from orchestrator.storage.mirror import is_remote
+from orchestrator.storage.paths import SearchFolder, storage_path
+
+
+def check_place(folder: SearchFolder) -> None:
+    """Check that a search is where it was made: its records name files by their paths.
+
+    Raises:
+        ConfigError: If it is at another path, or does not find its address from here.
+    """
+    made_as = read_if_there(folder.origin).get("folder")
+    if made_as is not None and Path(made_as).resolve() != folder.root.resolve():
+        raise ConfigError(
+            f"{folder.root} was made as {made_as}, and its records name files there; continue or "
+            "promote it at that path (for an address, with the same HEADFOLD_HOME)"
+        )
+    storage = str(folder.stored().get("storage"))
+    if is_remote(storage) and folder.address is None:
+        raise ConfigError(
+            f"{folder.root} belongs to {storage}, whose working folder here is "
+            f"{storage_path(storage)}; set HEADFOLD_HOME as for the search"
+        )
 
 
 def doubts(folder: SearchFolder) -> list[str]:
     """Return why the training checkpoints of a search may not be this user's own."""
-    origin = read_json(folder.origin).get("folder") if folder.origin.exists() else None
+    origin = read_if_there(folder.origin).get("folder")
     reasons = []
     if origin != str(folder.root):
         made_as = f"it was made as {origin}" if origin else "it does not say where it was made"

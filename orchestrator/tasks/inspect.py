@@ -105,10 +105,10 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
     def run(self) -> InspectionRecord:
         """Measure."""
         record = measure_heads(self.request, self.compared, agreement=self.options.agreement)
-        return {**record, "options": self._options}
+        return {**record, "options": self.words}
 
     @property
-    def _options(self) -> list[str]:
+    def words(self) -> list[str]:
         """The words of the options on model and texts that are not their defaults."""
         options, defaults = self.options, InspectOptions
         words = ["--dequantize"] * options.dequantize

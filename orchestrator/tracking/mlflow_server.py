@@ -71,8 +71,15 @@ class ServerSettings:
     @property
     def command(self) -> list[str]:
         server = [sys.executable, "-m", "mlflow", "server", "--host", HOST]
-        stores = ["--backend-store-uri", self.store, "--artifacts-destination", self.artifacts]
-        return [*server, "--port", str(self.port), *stores]
+        return [*server, "--port", str(self.port), "--artifacts-destination", self.artifacts]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The store, whose address may have a password, which other users see in arguments."""
+        return {
+            "MLFLOW_BACKEND_STORE_URI": self.store,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        }
 
 
 def is_taken(port: int) -> bool:
@@ -97,8 +104,7 @@ class Server:
                     f"MLflow exited with code {self.process.returncode}; restarting it",
                     flush=True,
                 )
-            environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-            self.process = Child(self.settings.command, environment)
+            self.process = Child(self.settings.command, os.environ | self.settings.environment)
 
     def end(self, patience: float = 20) -> None:
         """End the server with all its workers.

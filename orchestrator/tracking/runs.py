@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from attention.base.messages import reason
-from orchestrator.storage.file_lock import file_lock
+from attention.io.file_lock import file_lock
 from orchestrator.storage.records import (
     COPY,
     DONE,

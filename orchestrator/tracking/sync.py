@@ -279,7 +279,14 @@ class MlflowSync:
         for key, request in requests.items():
             self._send_once(state, key, request)
         if run.status is not None and state.status != STATUS[run.status]:
-            tracker.set_status(run_id, run.status, run.ended)
+            try:
+                tracker.set_status(run_id, run.status, run.ended)
+            except Exception as error:
+                if is_away(error):
+                    raise
+                logger.warning(
+                    "MLflow has refused the status of %s: %s", run.name, reason(error, redact)
+                )
             state.status = STATUS[run.status]
         state.digest = digest
         if run.status in ENDED:

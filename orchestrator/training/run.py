@@ -160,7 +160,7 @@ DISK_FULL = "|".join(
 _LOST = re.compile(
     r"\b(RayActorError|ActorDiedError|ActorUnavailableError|NodeDiedError|WorkerCrashedError|"
     r"OwnerDiedError|ObjectLostError|WorkerHealthCheckFailedError|WorkerHealthCheckTimeoutError|"
-    r"RaySystemError|JournalError|CheckpointNotSentError)\b|"
+    r"RaySystemError|JournalError|CheckpointNotSentError|AddressAwayError)\b|"
     # Ray Train on workers whose nodes did not come, or went before they had started
     r"worker group startup timed out|worker actors failed to initialize|" + DISK_FULL
 )

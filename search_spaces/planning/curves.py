@@ -21,10 +21,10 @@ from attention.base.progress import stage
 from attention.calibration.calibrate import calibration_digest, weights_of
 from attention.conversion.refinement.local import FIT_RATE, SHORT_FIT_WINDOWS, STEP_TOKENS
 from attention.conversion.refinement.windows import windows
+from attention.io.file_lock import file_lock
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
-from search_spaces.planning.folder_lock import locked_folder
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.site import SIDES
 
@@ -161,7 +161,7 @@ class Curves:
     def _save(self) -> None:
         if self.file is None:
             return
-        with locked_folder(self.file.parent):
+        with file_lock(self.file.with_name(f".{self.file.name}.lock")):
             # What another process has measured meanwhile stays; equal points are equal by
             # construction.
             self.points.update({**_read(self.file), **self.points})

@@ -19,8 +19,8 @@ from safetensors.numpy import (
     save,
 )
 
+from attention.io.file_lock import file_lock
 from attention.io.files import write_whole
-from search_spaces.planning.folder_lock import locked_folder
 from search_spaces.site import Site
 
 
@@ -50,7 +50,7 @@ class StoredPrices:
 
     def add(self, prices: Mapping[int, np.ndarray]) -> None:
         """Raise OSError if the folder cannot be written."""
-        with locked_folder(self.file.parent):
+        with file_lock(self.file.with_name(f".{self.file.name}.lock")):
             every = self.read() | dict(prices)
             write_whole(
                 self.file,

@@ -66,6 +66,28 @@ def test_models_and_texts_in_memory(demo_dir: Path, little_text: str) -> None:
     assert by_object["loss"] == by_checkpoint["loss"]
     assert by_object["plan_digest"] == by_checkpoint["plan_digest"]
     assert by_object["model"] == str(demo_dir)
+    assert by_object["calibration_data"] == by_checkpoint["calibration_data"], "one file of the cache"
+    assert Path(by_object["calibration_data"]).read_text().count("\n") == len(documents)
+
+
+def test_a_model_in_memory_is_still_what_it_was_converted_from(half: headfold.ConversionResult) -> None:
+    """As after a training of one's own."""
+    measured: dict[str, Any] = {name: SMALL[name] for name in ("eval_tokens", "sequence_length", "device")}
+    model = AutoModelForCausalLM.from_pretrained(half.path)
+    for source in (half.path, model):
+        assert headfold.evaluate(source, speed_tokens=0, **measured)["kv_ratio"] == 0.5
+    exported = headfold.export(model, "gqa")
+    card = (exported.path / "README.md").read_text()
+    assert "50% of its KV cache" in card and "by recipe `gqa`" in card
+
+
+def test_the_format_of_a_cache_is_printed(half: headfold.ConversionResult, demo_dir: Path) -> None:
+    measured: dict[str, Any] = {name: SMALL[name] for name in ("eval_tokens", "sequence_length", "device")}
+    measured |= {"original": demo_dir, "speed_tokens": 0}
+    alone = repr(headfold.evaluate(half.path, cache_format="q4_0", **measured))
+    assert "in engine  a cache in q4_0: " in alone and "of the original in 16 bits" in alone
+    several = repr(headfold.evaluate(half.path, cache_types="f16,q4_0", **measured))
+    assert "q4_0 " in several and "bytes per token, loss increase" in several
 
 
 def test_a_model_in_memory_is_called_what_it_was_loaded_from(demo_dir: Path, little_text: str, tmp_path: Path) -> None:
@@ -134,6 +156,8 @@ def test_mistakes(demo_dir: Path, tiny_model: Any) -> None:
         )
     with pytest.raises(DataError, match="got int as item 1"):
         headfold.convert(demo_dir, data=["a", 1])
+    with pytest.raises(ConfigError, match="tokenizer: only a model in memory takes one"):
+        headfold.convert(demo_dir, tokenizer=object())
     with pytest.raises(ConfigError, match="tokenizer: this model was not loaded from a checkpoint"):
         headfold.convert(tiny_model("llama"))
 

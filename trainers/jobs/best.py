@@ -37,11 +37,14 @@ def best_is_there(report: dict[str, Any], out_dir: str) -> bool:
 
 
 def remove_other_bests(out_dir: str, reports: Iterable[Mapping[str, Any]]) -> None:
-    """Remove what none of the reports names."""
-    named = {report.get("best_dir") for report in reports}
+    """Remove what none of the reports names.
+
+    By the names of the folders: a path may be spelt in several ways.
+    """
+    named = {Path(str(report.get("best_dir"))).name for report in reports}
     root = Path(f"{out_dir}.best")
     for folder in root.glob("*"):
-        if str(folder) not in named:
+        if folder.name not in named:
             shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty, or never made
         root.rmdir()

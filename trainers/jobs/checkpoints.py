@@ -104,6 +104,10 @@ def of_rank_0(look: Callable[[], Any]) -> Any:
     return gather_objects(found, dist.get_world_size())[0]
 
 
+class AddressAwayError(OSError):
+    """An address of checkpoints that does not answer; it may later."""
+
+
 class CheckpointNotSentError(OSError):
     """A checkpoint that a report was to name did not come to its place."""
 
@@ -153,9 +157,15 @@ class CheckpointStore:
         """Checkpoints and reports of the index, oldest first; both empty before the first.
 
         Any process may ask.
+
+        Raises:
+            AddressAwayError: If the address does not answer.
         """
         try:
-            with self.files.open_input_stream(str(self.root / CHECKPOINT_INDEX)) as stream:
+            with (
+                self._answering(),
+                self.files.open_input_stream(str(self.root / CHECKPOINT_INDEX)) as stream,
+            ):
                 record = json.loads(stream.read())
         except FileNotFoundError:
             return [], []
@@ -328,7 +338,8 @@ class CheckpointStore:
             before = [k for k in checkpoints if k.step < entry.step]
             checkpoints = _to_keep(before, whole, {r["step"] for r in reports})
             self._write(checkpoints, reports)
-            self._remove_all_but({k.name for k in checkpoints})
+            with contextlib.suppress(OSError):  # the next time
+                self._remove_all_but({k.name for k in checkpoints})
         gather_objects(None, self.world_size)  # all wait until the index has been written
 
     # ---- reading -------------------------------------------------------------------------------
@@ -396,15 +407,16 @@ class CheckpointStore:
         for file in files:
             try:
                 if self.remote:
-                    fetch(
-                        self.files,
-                        str(self.root / checkpoint.name / file),
-                        self.folder(checkpoint) / file,
-                    )
+                    with self._answering():
+                        fetch(
+                            self.files,
+                            str(self.root / checkpoint.name / file),
+                            self.folder(checkpoint) / file,
+                        )
                 digest = sha256(self.folder(checkpoint) / file)
+            except AddressAwayError:
+                raise  # which is no damage
             except OSError as error:
-                if self.remote and not isinstance(error, FileNotFoundError):
-                    raise  # an address that is away is no damage
                 return f"{file} cannot be read ({error.strerror or type(error).__name__})"
             if digest != checkpoint.digests[file]:
                 return (
@@ -420,10 +432,25 @@ class CheckpointStore:
         if not self.remote:
             write_whole(self.root / CHECKPOINT_INDEX, record)
             return
-        with self.files.open_output_stream(
-            str(self.root / CHECKPOINT_INDEX)
-        ) as stream:  # objects are replaced as a whole
-            stream.write(record.encode())
+        with (
+            self._answering(),
+            self.files.open_output_stream(str(self.root / CHECKPOINT_INDEX)) as stream,
+        ):
+            stream.write(record.encode())  # objects are replaced as a whole
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raise AddressAwayError if an address does not answer within."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if not self.remote:
+                raise
+            raise AddressAwayError(
+                f"training checkpoints of {self.named.name} at their address: {reason(error)}"
+            ) from error
 
     def _remove_all_but(self, names: set[str]) -> None:
         for folder in folders(self.files, str(self.root)):

@@ -86,6 +86,12 @@ class StoredTeacher:
         return torch.from_numpy(np.concatenate([*parts[:2], parts[2][:, None]], -1))
 
 
+def _teacher_digest(job: TrainJob) -> str:
+    """Return the digest of the teacher's weights, which is kept next to the text."""
+    teacher = Checkpoint.open(str(job.teacher_dir)).folder
+    return checkpoint.weights_digest(teacher, Path(job.train_file).parent)
+
+
 def stored_teacher(job: TrainJob, stream: BatchStream, device: torch.device) -> StoredTeacher:
     """Return the predictions of a job's teacher, which are made unless they are there.
 
@@ -95,7 +101,7 @@ def stored_teacher(job: TrainJob, stream: BatchStream, device: torch.device) -> 
     made_of = {
         "format": _FORMAT,
         "text": sequences.digest,
-        "teacher": checkpoint.weights_digest(Checkpoint.open(str(job.teacher_dir)).folder),
+        "teacher": of_rank_0(lambda: _teacher_digest(job)),
         "k": job.settings.teacher_logits_k,
         "dtype": job.settings.dtype,
     }

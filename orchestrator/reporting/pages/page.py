@@ -76,7 +76,6 @@ class PageSection:
         source: Text that is shown unchanged.
         folded: Summary of the folded content.
         wide: Whether it uses the whole width of a wide page.
-        tall: Whether it uses two rows of its sections.
     """
 
     title: str
@@ -90,7 +89,6 @@ class PageSection:
     source: str = ""
     folded: str = ""
     wide: bool = False
-    tall: bool = False
 
     @property
     def has_content(self) -> bool:
@@ -101,7 +99,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class PagePart:
-    """A part of a page: its heading, its sections, and a sentence above them.
+    """A part of a page: its heading and its sections.
 
     Empty sections are left out, and so is a part without sections.
 
@@ -111,7 +109,6 @@ class PagePart:
 
     title: str
     sections: Sequence[PageSection]
-    text: str = ""
     folded: bool = False
 
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from attention.io import checkpoint
+from attention.io.file_lock import file_lock
 from attention.io.replacing import DIGESTS, unused
 from attention.plan import AttentionPlan
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import TrialContext
-from orchestrator.storage.file_lock import file_lock
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.training.run import TrainingReport
 

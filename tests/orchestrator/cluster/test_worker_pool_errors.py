@@ -10,7 +10,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from orchestrator.cluster import worker_pool
 from orchestrator.cluster.session import last_error
 from orchestrator.training.run import lost
-from trainers.jobs.checkpoints import CheckpointNotSentError
+from trainers.jobs.checkpoints import AddressAwayError, CheckpointNotSentError
 from trainers.jobs.memory import MicroBatchLoweredError
 
 GONE = WorkerHealthCheckFailedError("A worker health check failed.\nWorker info: ...", failure=ActorDiedError())
@@ -27,10 +27,11 @@ def message(*failures: Exception) -> str:
         ([GONE, RuntimeError("NCCL error: remote process exited")], True),
         ([RuntimeError("Connection reset by peer"), GONE], True),
         ([CheckpointNotSentError("the address does not answer")], True),
+        ([AddressAwayError("the address does not answer")], True),
         ([ValueError("the loss is not finite"), RuntimeError("Connection closed by peer")], False),
         ([RuntimeError("Connection closed by peer"), ValueError("a\nlong\ntext")], False),
     ],
-    ids=["node", "node-first", "node-last", "storage", "own-first", "own-last"],
+    ids=["node", "node-first", "node-last", "storage", "address", "own-first", "own-last"],
 )
 def test_lost_machines_are_no_failures_of_the_training(failures: list[Exception], was_lost: bool) -> None:
     ended = last_error(message(*failures))

@@ -18,9 +18,17 @@ from verbs import convert_checkpoint, inspect_checkpoint
 
 from attention.conversion.refinement.local import FIT_STEPS
 from attention.plan import AttentionPlan
+from orchestrator.config.options import InspectOptions
 from orchestrator.reporting.figures import drawing, inspection
-from orchestrator.reporting.inspection_tables import RECIPE_COLUMNS, lead, print_inspection, recipe_table
+from orchestrator.reporting.inspection_tables import (
+    RECIPE_COLUMNS,
+    lead,
+    next_step,
+    print_inspection,
+    recipe_table,
+)
 from orchestrator.reporting.pages.inspection_page import build_page
+from orchestrator.tasks.inspect import Inspect
 from search_spaces.planning.context import PlanningContext
 
 SMALL: dict[str, Any] = {
@@ -105,6 +113,15 @@ def test_the_report_of_the_demo_checkpoint(
     second = inspect_checkpoint(demo_dir, cache_dir=tmp_path, **SMALL | {"compare": ["gqa"]})
     for name in ("sensitivity", "budgets", "similarity"):
         assert second[name] == record[name]
+
+
+def test_the_command_that_it_advises_has_its_options_on_model_and_text() -> None:
+    options = InspectOptions(checkpoint="model", calibration_data="d.jsonl", dequantize=True, text_field="content")
+    entry = {"recipe": "gqa", "kv_ratio_asked": 0.5, "loss_increase": 1.0}
+    record = {"model": "model", "calibration_data": "d.jsonl", "budgets": [entry], "recipes": [entry]}
+    command = next_step({**record, "options": Inspect(options).words})
+    expected = "--data d.jsonl --dequantize --text-field content --out model-kv"
+    assert command == f"headfold convert --model model --recipe gqa --kv-ratio 0.5 {expected}"
 
 
 def slow_cka(heads: np.ndarray) -> float:

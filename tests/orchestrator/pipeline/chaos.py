@@ -30,8 +30,8 @@ import yaml
 from json_output import last_json
 from metadata_server import MetadataServer
 
+from attention.io.file_lock import file_lock
 from orchestrator.cluster.session import DASHBOARD, free_port
-from orchestrator.storage.file_lock import file_lock
 from orchestrator.storage.journal import read_events
 from orchestrator.storage.manifest import STATE_FOLDER
 from orchestrator.storage.mirror import working_folder

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from promotions import entry, trial
 
-from orchestrator.config.schema import ConfigError, SearchConfig
+from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion import promote
 from orchestrator.promotion.gate import gate_settings
 from orchestrator.promotion.state import (
@@ -25,6 +25,7 @@ from orchestrator.promotion.state import (
 )
 from orchestrator.promotion.steps import PromotionSteps
 from orchestrator.promotion.training import milestones
+from orchestrator.storage.json_files import write_json
 from orchestrator.storage.paths import SearchFolder
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
@@ -153,3 +154,22 @@ def test_a_promotion_may_have_other_settings_of_its_own_section_alone(
     assert promote._stored_config(folder, []).promotion.margin == 0
     with pytest.raises(ConfigError, match=r"expected settings of the promotion.*got 'data.eval.tokens=4'"):
         promote._stored_config(folder, ["data.eval.tokens=4"])
+
+
+def test_a_promotion_is_tracked_where_its_search_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = SearchFolder.fresh(tmp_path, "mine")
+    settings = parse_config(
+        {"name": "mine", "model": {"path": "x"}, "search": {"recipes": ["gqa"], "kv_ratios": [0.5]}}
+    ).model_dump(mode="json")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hidden@elsewhere:5000")
+    for uri, state, expected in (
+        ("http://mlflow.example:5000", {}, "http://mlflow.example:5000"),
+        (None, {"tracking": "sqlite:////runs/mlflow.db"}, "sqlite:////runs/mlflow.db"),
+        ("http://user:***@elsewhere:5000", {}, "http://user:hidden@elsewhere:5000"),
+    ):
+        folder.snapshot.write_text(yaml.safe_dump(settings | {"tracking": {"uri": uri}}))
+        write_json(folder.state, state)
+        assert promote._stored_config(folder, []).tracking.uri == expected
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with pytest.raises(ConfigError, match="stored without its password; set MLFLOW_TRACKING_URI"):
+        promote._stored_config(folder, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -156,6 +157,16 @@ def test_a_folder_with_bundled_code_says_so_and_our_own_format_too(
     exec(lines[1].replace("path/to/", ""), {})
     assert capsys.readouterr().out.startswith("Once upon a time")
     assert "library_name" not in front_of(card)
+
+
+def test_a_model_that_was_not_converted_is_not_called_so(demo_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models--someone--small" / "snapshots" / "abc"
+    shutil.copytree(demo_dir, folder)
+    facts = CardFacts.of(folder)
+    card = card_of(folder, facts)
+    assert "# someone/small\n" in card and "no heads are converted" in card and "smaller KV cache" not in card
+    assert front_of(card)["base_model"] == "someone/small" and "base_model_relation" not in front_of(card)
+    assert CardFacts.of(write_card(folder, facts).parent) == facts
 
 
 def test_names_of_a_base(tmp_path: Path) -> None:

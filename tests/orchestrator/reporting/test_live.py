@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 from orchestrator.config.schema import parse_config
 from orchestrator.main import app
 from orchestrator.reporting import status as live
+from orchestrator.reporting.tables import trial_table
 from orchestrator.storage import records
 from orchestrator.storage.json_files import write_json
+from orchestrator.storage.lock import SearchLock
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import TrialRecord
 
@@ -107,6 +109,27 @@ def test_a_search_that_has_ended_or_was_killed_says_so(folder: SearchFolder) -> 
     assert view.hours_left is None
     write_journal(folder.root, [trial(1, 0.5, [3.0], records.DONE)])
     assert live.read_status(folder, NOW).state == "interrupted", "in its promotion"
+
+
+def test_a_search_whose_driver_was_killed_is_interrupted(folder: SearchFolder) -> None:
+    """SIGKILL or a lost machine: nobody has written the end."""
+    started(folder)
+    lock = SearchLock(folder.lock).acquire()
+    now = datetime.now(UTC)
+    assert live.read_status(folder, now).state == "running"
+    view = live.read_status(folder, now + timedelta(hours=1))
+    assert view.state == "interrupted" and view.hours_left is None
+    begun = datetime.fromisoformat("2026-01-01T12:00:00+00:00")
+    assert view.seconds == pytest.approx((now - begun).total_seconds(), abs=60), "up to its last heartbeat"
+    lock.release()
+    assert live.read_status(folder, now).state == "interrupted"
+
+
+def test_the_time_of_a_trial_has_its_training_and_a_copy_has_none() -> None:
+    trials = [trial(1, 0.5, [3.0, 2.5], records.DONE), trial(2, 0.25, [3.0, 2.5], records.COPY, copy_of="t1")]
+    table = trial_table(trials, {"loss": 2.0})
+    times = [row[table.columns.index("time")] for row in table.rows]
+    assert times == ["6:36", "0:36"]
 
 
 def test_a_resumed_search_runs_and_counts_the_time_of_all_its_drivers(folder: SearchFolder) -> None:

@@ -189,13 +189,24 @@ def test_the_working_folder_is_the_same_for_the_same_address(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "address",
-    ["s3://key:hidden@bucket/x", "s3://bucket/x?secret_key=hidden", "s3://hidden@bucket/x"],
+    [
+        "s3://key:hidden@bucket/x",
+        "s3://bucket/x?secret_key=hidden",
+        "s3://hidden@bucket/x",
+        "az://container/x?sig=hidden",
+        "abfs://container/x?client_secret=hidden",
+        "abfss://container:hidden@account.dfs.core.windows.net/x",
+    ],
 )
 def test_credentials_in_an_address_are_refused_and_not_repeated(address: str) -> None:
     for refuse in (check_address, open_address, storage_path):
         with pytest.raises(ConfigError, match="contains credentials") as caught:
             refuse(address)
         assert "hidden" not in str(caught.value)
+
+
+def test_the_container_of_an_azure_address_is_no_secret() -> None:
+    check_address("abfss://container@account.dfs.core.windows.net/runs")
 
 
 # ---- a small S3 server ------------------------------------------------------------------------------------------

@@ -50,6 +50,21 @@ def test_a_killed_holder_holds_no_longer(tmp_path: Path) -> None:
     SearchLock(tmp_path / "lock", host="here").acquire().release()
 
 
+def test_without_locks_the_heartbeat_decides_on_one_machine_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError("Function not implemented")
+
+    process = hold(tmp_path / "lock", "here")
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with pytest.raises(ConfigError, match=f"process {process.pid} on here"):
+        SearchLock(tmp_path / "lock", beat=0.5, host="here").acquire()
+    process.kill()
+    process.wait()
+    SearchLock(tmp_path / "lock", beat=0.05, host="here").acquire().release()
+
+
 def test_where_locks_hold_on_one_machine_only_the_heartbeat_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,9 @@ from journals import write_journal
 
 from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.storage import records
-from orchestrator.storage.paths import SearchFolder
+from orchestrator.storage.paths import SearchFolder, storage_path
 from orchestrator.storage.records import TrialRecord
-from orchestrator.storage.trust import doubts, warn_of_pickles
+from orchestrator.storage.trust import check_place, doubts, warn_of_pickles
 from orchestrator.tracking.errors import redact
 
 
@@ -43,11 +43,28 @@ def test_a_folder_that_was_moved_is_warned_of(
     save(folder, folder.train / "t1" / "checkpoint")
     moved = SearchFolder(tmp_path / "downloads")
     shutil.copytree(folder.root, moved.root)
+    check_place(folder)
+    (tmp_path / "link").symlink_to(folder.root)
+    check_place(SearchFolder(tmp_path / "link"))
+    with pytest.raises(ConfigError, match=f"was made as {folder.root}, and its records name files there"):
+        check_place(moved)
     assert warn_of_pickles(moved)
     output = capsys.readouterr().err
     assert str(moved.root) in output and str(folder.root) in output and "pickles" in output
     (moved.root / "origin.json").unlink()
     assert "does not say where it was made" in doubts(moved)[0]
+
+
+def test_a_search_at_an_address_is_continued_with_its_home(
+    folder: SearchFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path))
+    at_address = SearchFolder.fresh(storage_path("s3://bucket/runs"), "mine")
+    at_address.snapshot.write_text("storage: s3://bucket/runs\n")
+    check_place(at_address)
+    monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="belongs to s3://bucket/runs, whose working folder here is .*HEADFOLD_HOME"):
+        check_place(at_address)
 
 
 @pytest.mark.parametrize("where", ["/tmp/elsewhere", "ROOT/../other/checkpoint", "ROOT/link/checkpoint"])

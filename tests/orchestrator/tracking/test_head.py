@@ -70,12 +70,17 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert ServerSettings.of_environment().backup == Path("/mnt/backup.db")
     monkeypatch.setenv("HEADFOLD_MLFLOW_STORE", "postgresql://db/mlflow")
     assert ServerSettings.of_environment().backup is None
+    monkeypatch.setenv("HEADFOLD_MLFLOW_STORE", "mysql://user:hidden@db/mlflow")
+    settings = ServerSettings.of_environment()
+    assert "hidden" not in " ".join(settings.command), "which all users of the machine see"
+    assert settings.environment["MLFLOW_BACKEND_STORE_URI"] == "mysql://user:hidden@db/mlflow"
 
 
 def test_a_server_that_does_not_end_is_killed_with_its_workers(capfd: pytest.CaptureFixture[str]) -> None:
     deaf = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     child = f"subprocess.Popen([sys.executable, '-c', '{deaf}; time.sleep(600)'])"
-    settings: Any = SimpleNamespace(command=[sys.executable, "-c", f"{deaf}; {child}; time.sleep(600)"])
+    command = [sys.executable, "-c", f"{deaf}; {child}; time.sleep(600)"]
+    settings: Any = SimpleNamespace(command=command, environment={})
     server = Server(settings)
     server.keep_up()
     assert server.process is not None

@@ -192,6 +192,11 @@ def test_what_the_store_refuses_does_not_hold_up_the_rest(
         sync.put(replace(trial(0, 0), params={"a name with a forbidden sign \0": 1}))
     assert "MLflow has refused the params" in caplog.text
     assert sync.put(trial(1, status=DONE)) is not None and sync.waiting == 0
+    run_id = sync.put(trial(2))
+    tracker.client.delete_run(run_id)  # on MLflow's page, of which the search knows nothing
+    sync.put(trial(2, status=DONE))
+    assert "MLflow has refused the status" in caplog.text
+    assert sync.put(trial(3, status=DONE)) is not None and sync.waiting == 0
 
 
 def test_a_store_that_never_comes_is_reported_and_is_no_error(

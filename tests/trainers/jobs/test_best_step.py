@@ -14,6 +14,7 @@ from test_carrying import Alone
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import evaluate
+from trainers.jobs.best import best_folder, remove_other_bests
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.run import run_job
 from trainers.jobs.train_job import TrainJob
@@ -114,3 +115,10 @@ def test_damaged_best_weights_are_made_again(make: Callable[..., TrainJob], whol
     metrics = run_job(job, Alone())["metrics"]
     assert best_of(metrics) == best_of(whole[2])
     assert "damaged: trained from the beginning" in metrics["notes"][0]
+
+
+def test_the_best_weights_stay_under_another_spelling_of_their_path(tmp_path: Path) -> None:
+    for step in (4, 8):
+        Path(best_folder(str(tmp_path / "trained"), step)).mkdir(parents=True)
+    remove_other_bests(str(tmp_path / "trained"), [{"best_dir": "/mnt/elsewhere/trained.best/step-000008"}])
+    assert [folder.name for folder in (tmp_path / "trained.best").iterdir()] == ["step-000008"]

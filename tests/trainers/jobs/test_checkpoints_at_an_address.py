@@ -16,7 +16,7 @@ from checkpoint_files import steps, writing
 from test_carrying import PLAN, SAME, Alone
 
 from trainers.jobs import checkpoints
-from trainers.jobs.checkpoints import CheckpointNotSentError, CheckpointStore, is_saved
+from trainers.jobs.checkpoints import AddressAwayError, CheckpointNotSentError, CheckpointStore, is_saved
 from trainers.jobs.run import run_job
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
@@ -138,6 +138,28 @@ def test_what_does_not_come_is_reported_and_leaves_those_before(
     ]
     store.keep_only("checkpoint_000005")
     assert steps(store) == [5] and not (store.root / "checkpoint_000004").exists()
+
+
+class Away:
+    """A file system that does not answer."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> Any:
+            raise OSError("no route to host")
+
+        return call
+
+
+def test_an_address_that_does_not_answer_is_named_and_is_no_damage(store: CheckpointStore, link: Link) -> None:
+    link.open.set()
+    store.save(1, writing("one"), {"step": 1})
+    (saved,), _ = store.read()
+    files, store.files = store.files, Away()  # pyright: ignore[reportAttributeAccessIssue]
+    for request in (store.read, lambda: store.damage(saved)):
+        with pytest.raises(AddressAwayError, match="run at their address: .*no route to host"):
+            request()
+    store.files = files
+    assert store.damage(saved) is None
 
 
 @pytest.mark.parametrize("moment", ["half sent", "sent", "in the index", "one removed"])
