@@ -71,7 +71,7 @@ def test_models_and_texts_in_memory(demo_dir: Path, little_text: str) -> None:
 
 
 def test_a_model_in_memory_is_still_what_it_was_converted_from(half: headfold.ConversionResult) -> None:
-    """As after a training of one's own."""
+    """As after a training by other code."""
     measured: dict[str, Any] = {name: SMALL[name] for name in ("eval_tokens", "sequence_length", "device")}
     model = AutoModelForCausalLM.from_pretrained(half.path)
     for source in (half.path, model):
