@@ -107,6 +107,8 @@ class PromotionEntry:
         gate_settings: By which the gate has decided; None before it, and of earlier versions.
         run_id: Of its MLflow run.
         trained_at: When the training ended, in seconds since 1970.
+        offset: Steps of the trial that the job of the training did not count
+            (`orchestrator.promotion.training.StartPoint`); None before it began.
         version: In the model registry; `model_uri` is its address there.
     """
 
@@ -124,6 +126,7 @@ class PromotionEntry:
     gate_settings: Mapping[str, Any] | None = None
     run_id: str | None = None
     trained_at: float | None = None
+    offset: int | None = None
     trained: TrainedModel | None = None
     baseline: BaselineModel | None = None
     gate: GateRecord | None = None
@@ -226,6 +229,8 @@ class PromotionEntry:
         }
         if self.gate_settings is not None:
             record["gate_settings"] = self.gate_settings
+        if self.offset is not None:
+            record["offset"] = self.offset
         if trained is not None and trained.tokens is not None:
             record["trained_tokens"] = trained.tokens
         return record
@@ -284,6 +289,7 @@ class PromotionEntry:
             gate_settings=record.get("gate_settings"),
             run_id=record.get("run_id"),
             trained_at=record.get("trained_at"),
+            offset=record.get("offset"),
             trained=trained,
             baseline=baseline,
             gate=gate,

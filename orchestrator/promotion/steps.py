@@ -82,7 +82,11 @@ class PromotionSteps:
             Training.of(self.trials[trial_id], alike[0].steps, self.session)
             for trial_id, alike in entries.items()
         ]
+        for training in trainings:
+            for entry in entries[training.trial.trial_id]:
+                entry.offset = training.run.offset if training.run else None
         if trainings:
+            self.save()
             total = trainings[0].total
             print(f"\npromotion: {len(trainings)} training(s) to {total} steps", flush=True)
 
@@ -187,6 +191,9 @@ class PromotionSteps:
         """Return the MLflow run of an entry."""
         trial = self.trials[entry.trial_id]
         training = Training.of(trial, entry.steps, self.session)
+        if training.run is not None and entry.offset is not None:
+            # Where it began may be gone, and the settings of the promotion other ones by now
+            training = replace(training, run=replace(training.run, offset=entry.offset))
         texts: dict[str, str] = {}
         if entry.gate is not None:
             texts["gate.yaml"] = yaml.safe_dump(dict(entry.gate.checks), sort_keys=True)

@@ -201,6 +201,7 @@ class EntryRecord(TypedDict):
     model_uri: str | None
     run_id: str | None
     trained_at: float | None
+    offset: NotRequired[int]
     name: str
     label: str
     relaxation_remaining: float | None

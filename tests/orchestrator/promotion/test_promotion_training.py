@@ -197,3 +197,9 @@ def test_an_update_of_mlflow_reads_and_sends_only_what_is_new_however_long_the_t
     steps.save()
     session.mlflow.put(steps.run_of(entry))
     assert not sent, "the whole course was sent already"
+    planned = Training.of(record, 100_004, session)
+    assert planned.run is not None and planned.run.offset == 4
+    anew = replace(planned, run=replace(planned.run, offset=0))  # of other settings of the promotion
+    monkeypatch.setattr(steps_module.Training, "of", lambda *_: anew)
+    stored = PromotionEntry.from_record(json.loads(json.dumps(entry.to_record())))
+    assert {point["step"] for point in steps.run_of(stored).points} == set(range(9, 1218))
