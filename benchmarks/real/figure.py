@@ -66,17 +66,18 @@ def _searched(records: Records) -> Iterator[Point]:
 
 def _formats(records: Records) -> Iterator[Point]:
     part = records.parts.get("formats")
-    converted = {point.label for point in _conversions(records)}
+    converted = {point.label: point.series for point in _conversions(records)}
     for row in part["rows"] if part else ():
         model, cache = row["model"], row["cache"]
+        recipe = model.split()[0]
         share, increase = _share(row["engine bytes"]), _increase(row["increase"])
         if model == "original":
             yield Point(ORIGINAL, cache, share, increase)
-        elif cache == "f16" and model.split()[0] in converted:
+        elif cache == "f16" and recipe in converted:
             continue  # the same conversion
         elif cache == "f16":
             yield Point(FEWER_HEADS, model, share, increase)
-        else:
+        elif converted.get(recipe) != PUBLISHED:
             yield Point(BOTH, f"{model}, {cache}", share, increase)
 
 
