@@ -147,6 +147,7 @@ def test_the_picture_has_each_model_and_format_once(tmp_path: Path) -> None:
         {"model": "original", "cache": "q8_0", "engine bytes": "53.1%", "increase": "+0.000 ± 0.001"},
         {"model": "headfold_wide 67%", "cache": "f16", "engine bytes": "66.7%", "increase": "+0.082 ± 0.010"},
         {"model": "headfold_wide 67%", "cache": "q4_0", "engine bytes": "18.8%", "increase": "+0.169 ± 0.010"},
+        {"model": "gqa 67%", "cache": "q4_0", "engine bytes": "18.8%", "increase": "+3.4 ± 0.1"},
     ]
     result = records(
         tmp_path,
