@@ -161,7 +161,7 @@ class Curves:
     def _save(self) -> None:
         if self.file is None:
             return
-        with file_lock(self.file.with_name(f".{self.file.name}.lock")):
+        with file_lock(self.file.parent / ".lock"):
             # What another process has measured meanwhile stays; equal points are equal by
             # construction.
             self.points.update({**_read(self.file), **self.points})

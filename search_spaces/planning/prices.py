@@ -50,7 +50,7 @@ class StoredPrices:
 
     def add(self, prices: Mapping[int, np.ndarray]) -> None:
         """Raise OSError if the folder cannot be written."""
-        with file_lock(self.file.with_name(f".{self.file.name}.lock")):
+        with file_lock(self.file.parent / ".lock"):
             every = self.read() | dict(prices)
             write_whole(
                 self.file,

@@ -42,7 +42,7 @@ def test_processes_that_write_at_once_keep_each_others_points(tmp_path: Path) ->
     for writer in writers:
         writer.join(60)
     assert len(json.loads(file.read_text())) == 4 * 25
-    assert [f.name for f in tmp_path.iterdir()] == [file.name]
+    assert {f.name for f in tmp_path.iterdir()} == {file.name, ".lock"}
 
 
 def _write(file: Path, layer: int) -> None:
