@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ def test_it_resumes_with_its_search_after_a_refill(tmp_path: Path, monkeypatch: 
         folder = _new_folder(config, tmp_path / "lost")
         folder.state.write_text(json.dumps({"started": "2026-11-26T05:00:00+00:00", **ended}))
     Mirror(fs.LocalFileSystem(), str(tmp_path / "bucket"), tmp_path / "lost").push()
-    Mirror(fs.LocalFileSystem(), str(tmp_path / "bucket"), tmp_path / "fresh").pull()
+    shutil.rmtree(tmp_path / "lost")
+    Mirror(fs.LocalFileSystem(), str(tmp_path / "bucket"), tmp_path / "lost").pull()
     for second, name in enumerate(("demo-2", "demo-3", "demo")):
-        os.utime(tmp_path / "fresh" / name / "search.yaml", (second, second))
+        os.utime(tmp_path / "lost" / name / "search.yaml", (second, second))
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    goes_on = _unended_search(config, tmp_path / "fresh")
-    assert goes_on is not None and goes_on.root == tmp_path / "fresh" / "demo-3"
+    goes_on = _unended_search(config, tmp_path / "lost")
+    assert goes_on is not None and goes_on.root == tmp_path / "lost" / "demo-3"
