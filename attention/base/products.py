@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +19,7 @@ _EXACT = 1e-5
 
 def multiplies_bfloat16() -> bool:
     """Return whether the CPUs here multiply bfloat16 faster than float32 (AVX-512 BF16 or AMX)."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in CPU_BFLOAT16)
+    return any(_capabilities().get(name, False) for name in CPU_BFLOAT16)
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def onednn_is_faster() -> bool:
     precision "medium" allows it fewer bits, of which it makes no use without AMX; a product checks
     that. That precision holds for GPUs too: where there is one it stays as it is.
     """
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = _capabilities()
     if (
         torch.cuda.is_available()
         or not str(capabilities.get("cpu_name", "")).startswith("AMD")
@@ -93,6 +93,12 @@ def onednn_is_faster() -> bool:
     with _precision("medium"):
         error = (one @ other - expected).abs().max() / expected.abs().max()
     return error.item() < _EXACT
+
+
+def _capabilities() -> Mapping[str, Any]:
+    """Return the processor's name and instructions; nothing where torch is too old to tell."""
+    read = getattr(torch.cpu, "get_capabilities", None)
+    return {} if read is None else read()
 
 
 @contextmanager
