@@ -96,7 +96,7 @@ def onednn_is_faster() -> bool:
 
 
 def _capabilities() -> Mapping[str, Any]:
-    """Return the processor's name and instructions; nothing where torch is too old to tell."""
+    """Return the processor's name and instructions; empty with an older torch."""
     read = getattr(torch.cpu, "get_capabilities", None)
     return {} if read is None else read()
 

@@ -74,7 +74,7 @@ def test_onednn_multiplies_on_cpus_of_amd_with_avx_512_if_it_is_exact(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(products, "_EXACT", 0.0)
     assert not fresh() and torch.get_float32_matmul_precision() == "highest"
-    monkeypatch.delattr(torch.cpu, "get_capabilities")  # of an older torch
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in an older torch
     assert not fresh() and not products.multiplies_bfloat16()
 
 
