@@ -133,6 +133,7 @@ def convert(
         ConfigError: For what is wrong with model or options, before weights are read. Likewise
             DataError of texts, RecipeError of recipes, OutputError of the folder.
     """
+    _check_tokenizer(tokenizer, model)
     if kv_ratio is None and options.get("kv_heads") is None and options.get("kv_bytes") is None:
         kv_ratio = 0.5
     folder, temporary = export_folder(output_dir, "converted")
@@ -181,6 +182,7 @@ def evaluate(
     Returns:
         Held-out loss, perplexity and KL, KV bytes planned and measured, tokens per second.
     """
+    _check_tokenizer(tokenizer, model, original)
     with contextlib.ExitStack() as stack:
         evaluate_options = EvaluateOptions(
             checkpoint=stack.enter_context(_source(model, tokenizer)),
@@ -213,6 +215,7 @@ def inspect(
         tokenizer: Of a model of transformers.
         **options: As those of `headfold inspect`.
     """
+    _check_tokenizer(tokenizer, model)
     text, eval_text = _text_source(data, options), _text_source(eval_data, options)
     with _source(model, tokenizer) as source:
         inspect_options = InspectOptions(
@@ -246,6 +249,7 @@ def export(
         TargetError: If the target cannot hold the plan. Likewise LargerCacheError, ConfigError,
             OutputError.
     """
+    _check_tokenizer(tokenizer, model)
     with _source(model, tokenizer) as source:
         return export_to(source, target, output_dir, **options)
 
@@ -263,14 +267,18 @@ def load(
     return Checkpoint.open(model).load(dtype, device)
 
 
+def _check_tokenizer(tokenizer: Any, *models: ModelSource | None) -> None:
+    """Raise ConfigError for a tokenizer that none of the models takes."""
+    if tokenizer is not None and not any(isinstance(model, PreTrainedModel) for model in models):
+        raise ConfigError(
+            "tokenizer: only a model in memory takes one; this model has that of its folder"
+        )
+
+
 @contextlib.contextmanager
 def _source(model: ModelSource, tokenizer: Any) -> Generator[str | Path | Checkpoint]:
     """Yield a model as tasks take it; one of transformers is in a folder while the body runs."""
     if not isinstance(model, PreTrainedModel):
-        if tokenizer is not None:
-            raise ConfigError(
-                "tokenizer: only a model in memory takes one; this model has that of its folder"
-            )
         yield model
         return
     if tokenizer is None:

@@ -106,8 +106,7 @@ def read_status(folder: SearchFolder, now: datetime | None = None) -> SearchStat
     config = _config(folder)
     now = now or datetime.now(UTC)
     dead_since = last_heartbeat(folder.lock, now.timestamp())
-    until = now if dead_since is None else datetime.fromtimestamp(dead_since, UTC)
-    seconds = search_seconds(state, until)
+    seconds = search_seconds(folder, state, now)
     search_state = _state(state, trials, driver_lives=dead_since is None)
     running = search_state == "running"
     unit, spent = hours_spent(trials, config)
@@ -155,10 +154,7 @@ def hours_spent(trials: Iterable[TrialRecord], config: SearchConfig | None) -> t
     gpus = train.gpus_per_worker
     workers = train.num_workers * (gpus or train.cpus_per_worker)
     process = resources.trial_gpus if gpus else max(1.0, resources.trial_cpus)
-    seconds = 0.0
-    for trial in trials:
-        alone = sum(trial.seconds.values())
-        seconds += process * alone + workers * (trial.spent_seconds - alone)
+    seconds = sum(process * sum(t.seconds.values()) + workers * t.train_seconds for t in trials)
     return "GPU" if gpus else "CPU", seconds / 3600
 
 
@@ -221,13 +217,16 @@ def _state(state: Mapping[str, Any], trials: Sequence[TrialRecord], *, driver_li
     return "running" if any(t.status == records.RUNNING for t in trials) else "interrupted"
 
 
-def search_seconds(state: Mapping[str, Any], now: datetime) -> float | None:
-    """Return the time of all drivers of a search, that of one which runs until `now`.
+def search_seconds(folder: SearchFolder, state: Mapping[str, Any], now: datetime) -> float | None:
+    """Return the time of all drivers of a search, of one that was killed until it was last seen.
 
     Args:
-        state: That of the search.
-        now: The present, or when its driver was last seen.
+        folder: Of the search.
+        state: Its state.
+        now: The present.
     """
+    if (dead_since := last_heartbeat(folder.lock, now.timestamp())) is not None:
+        now = datetime.fromtimestamp(dead_since, UTC)
     earlier = float(state.get("seconds", 0.0))
     if "seconds" in state and "resumed" not in state:
         return earlier

@@ -295,14 +295,19 @@ class TrialRecord:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of training; of a copy those of the trial whose result it takes."""
-        # A rung has the seconds of its training until then; earlier ones are in the phases
-        return float(self.last.get("seconds") or 0.0) if self.step else 0.0
+        """Seconds that the workers have trained; a copy is not trained."""
+        return 0.0 if self.copy_of else self._last_seconds
 
     @property
     def spent_seconds(self) -> float:
-        """Seconds that its processes have run: a copy is not trained."""
-        return sum(self.seconds.values()) + (0.0 if self.copy_of else self.train_seconds)
+        """Seconds that its processes have run."""
+        return sum(self.seconds.values()) + self.train_seconds
+
+    @property
+    def _last_seconds(self) -> float:
+        """Seconds of training of the result, which for a copy is that of another trial."""
+        # A rung has the seconds of its training until then; earlier ones are in the phases
+        return float(self.last.get("seconds") or 0.0) if self.step else 0.0
 
     @property
     def cost(self) -> dict[str, float]:
@@ -320,7 +325,7 @@ class TrialRecord:
             "fit_tokens": conversion.get("tokens", 0),
             "tokens": tokens,
             "flops": conversion.get("flops", 0.0) + 6.0 * (self.parameters or 0) * tokens,
-            "seconds": sum(self.seconds.values()) + self.train_seconds,
+            "seconds": sum(self.seconds.values()) + self._last_seconds,
         }
 
     @property

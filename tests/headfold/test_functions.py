@@ -83,7 +83,8 @@ def test_a_model_in_memory_is_still_what_it_was_converted_from(half: headfold.Co
 
 def test_the_format_of_a_cache_is_printed(half: headfold.ConversionResult, demo_dir: Path) -> None:
     measured: dict[str, Any] = {name: SMALL[name] for name in ("eval_tokens", "sequence_length", "device")}
-    measured |= {"original": demo_dir, "speed_tokens": 0}
+    model = AutoModelForCausalLM.from_pretrained(demo_dir)
+    measured |= {"original": model, "tokenizer": headfold.Checkpoint.open(demo_dir).tokenizer, "speed_tokens": 0}
     alone = repr(headfold.evaluate(half.path, cache_format="q4_0", **measured))
     assert "in engine  a cache in q4_0: " in alone and "of the original in 16 bits" in alone
     several = repr(headfold.evaluate(half.path, cache_types="f16,q4_0", **measured))

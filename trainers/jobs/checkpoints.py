@@ -406,14 +406,14 @@ class CheckpointStore:
         """Return what is wrong with some files of a checkpoint."""
         for file in files:
             try:
-                if self.remote:
-                    with self._answering():
+                with self._answering():
+                    if self.remote:
                         fetch(
                             self.files,
                             str(self.root / checkpoint.name / file),
                             self.folder(checkpoint) / file,
                         )
-                digest = sha256(self.folder(checkpoint) / file)
+                    digest = sha256(self.folder(checkpoint) / file)
             except AddressAwayError:
                 raise  # which is no damage
             except OSError as error:

@@ -209,7 +209,7 @@ def _repetition(trial: TrialRecord, folder: SearchFolder) -> Repetition:
 
 def _provenance(folder: SearchFolder, original: OriginalRecord) -> list[PageSection]:
     state = folder.read_state()
-    seconds = search_seconds(state, datetime.now(UTC))
+    seconds = search_seconds(folder, state, datetime.now(UTC))
     versions = [f"{name} {version}" for name, version in read_if_there(folder.versions).items()]
     digests = original.get("digests", {})
     facts = {
