@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from attention.base.products import multiplies_bfloat16
 from attention.base.timing import duration
+from attention.io.dtype_names import full_name
 from attention.io.files import sha256
 from benchmarks.real import figure
 from benchmarks.real.page import CORE, GPU_RECORDS, PAGE, RECORDS, TITLES, page
@@ -106,7 +106,9 @@ def notes_on(name: str, work: Workspace) -> list[str]:
         texts = [work.text] if work.calibration_text is None else [work.text, work.calibration_text]
         notes.append(f"texts: {', '.join(map(title, texts))}")
     if name in SEARCHES:
-        notes.append(f"trained in {'bfloat16' if work.gpu or multiplies_bfloat16() else 'float32'}")
+        from benchmarks.real.parts import search_changes
+
+        notes.append(f"trained in {full_name(search_changes(work).get('train.dtype', 'float32'))}")
     return notes
 
 

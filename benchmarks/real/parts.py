@@ -376,6 +376,12 @@ def finetune(work: Workspace) -> Iterator[Row]:
         }
 
 
+def search_changes(work: Workspace) -> dict[str, str]:
+    """Return the settings in which a search differs from configs/smollm2.yaml."""
+    on_cpus = {"train.dtype": "bf16"} if multiplies_bfloat16() else {}
+    return {**(ON_A_GPU if work.gpu else on_cpus), **(QUICK_SEARCH if work.quick else {})}
+
+
 def searched(work: Workspace, name: str, *settings: str) -> dict[str, Any]:
     """Return the record of a search with configs/smollm2.yaml, continued if it was begun before."""
     from orchestrator.storage.shipped import shipped
@@ -383,9 +389,7 @@ def searched(work: Workspace, name: str, *settings: str) -> dict[str, Any]:
     work.fetch()
     words = [str(shipped("configs/smollm2.yaml")), f"model.path={work.folder / GGUF}", f"name={name}"]
     words += [f"storage={work.folder / 'search'}", *settings]
-    on_cpus = {"train.dtype": "bf16"} if multiplies_bfloat16() else {}
-    changes = {**(ON_A_GPU if work.gpu else on_cpus), **(QUICK_SEARCH if work.quick else {})}
-    words += [f"{key}={value}" for key, value in changes.items()]
+    words += [f"{key}={value}" for key, value in search_changes(work).items()]
     begun = (work.folder / "search" / name / "search.yaml").is_file()
     return work.run(name, "search", *words, *(["--resume"] if begun else []))
 

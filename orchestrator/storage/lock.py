@@ -157,12 +157,12 @@ class SearchLock(contextlib.AbstractContextManager):
         except OSError:
             locks = False  # of the file system: the heartbeat alone decides
         holder = self._read()
-        elsewhere = holder is not None and not (locks and holder["host"] == self._host)
-        if holder is not None and elsewhere and self._is_alive(holder):
+        perhaps_alive = holder is not None and not (locks and holder["host"] == self._host)
+        if holder is not None and perhaps_alive and self._is_alive(holder):
             raise ConfigError(_refusal(what, self._read()))
         self._epoch = (holder.get("epoch", 0) if holder is not None else 0) + 1
         self._write(0)
-        if elsewhere:
+        if perhaps_alive:
             # Another one may have waited for the same dead holder: the last to write has the lock
             time.sleep(self._beat)
             holder = self._read()

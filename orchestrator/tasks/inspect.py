@@ -105,10 +105,10 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
     def run(self) -> InspectionRecord:
         """Measure."""
         record = measure_heads(self.request, self.compared, agreement=self.options.agreement)
-        return {**record, "options": self.words}
+        return {**record, "options": self.model_and_text_options}
 
     @property
-    def words(self) -> list[str]:
+    def model_and_text_options(self) -> list[str]:
         """The words of the options on model and texts that are not their defaults."""
         options, defaults = self.options, InspectOptions
         words = ["--dequantize"] * options.dequantize

@@ -119,7 +119,7 @@ def test_the_command_that_it_advises_has_its_options_on_model_and_text() -> None
     options = InspectOptions(checkpoint="model", calibration_data="d.jsonl", dequantize=True, text_field="content")
     entry = {"recipe": "gqa", "kv_ratio_asked": 0.5, "loss_increase": 1.0}
     record = {"model": "model", "calibration_data": "d.jsonl", "budgets": [entry], "recipes": [entry]}
-    command = next_step({**record, "options": Inspect(options).words})
+    command = next_step({**record, "options": Inspect(options).model_and_text_options})
     expected = "--data d.jsonl --dequantize --text-field content --out model-kv"
     assert command == f"headfold convert --model model --recipe gqa --kv-ratio 0.5 {expected}"
 
