@@ -1,5 +1,5 @@
-"""Write the pages of docs/ that the code determines: the references of the configuration and of the commands, the JSON
-schema for editors, the table of supported families, and the configurations of public models.
+"""Write the pages of docs/ that the code determines: the references of the configuration, of the commands and of the
+parts of recipes, the JSON schema for editors, the table of supported families, and the configurations of public models.
 
     python docs/reference.py
 
@@ -8,6 +8,7 @@ schema for editors, the table of supported families, and the configurations of p
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -26,8 +27,10 @@ from model_configs import model_configs  # noqa: E402
 from support import recipe_table, table, with_table  # noqa: E402
 from typer.main import get_command  # noqa: E402
 
+from attention.axes import AUTO_KNOB, Knob  # noqa: E402
 from orchestrator.config.schema import SearchConfig  # noqa: E402
 from orchestrator.main import app  # noqa: E402
+from search_spaces.recipes.recipe import AXES  # noqa: E402
 
 LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
@@ -188,9 +191,54 @@ def _type(parameter: Any) -> str:
 def _default(parameter: Any) -> str:
     if parameter.required:
         return "required"
-    if parameter.default in (None, False, ()) or parameter.default == []:
+    if parameter.default is None or parameter.default is False or parameter.default in ((), []):
         return ""
     return f"`{str(parameter.default).lower() if parameter.is_flag else parameter.default}`"
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def parts_page() -> str:
+    """A section for each axis of a recipe, with its parts and their settings."""
+    sections = [
+        "# Parts of recipes\n",
+        "<!-- written by docs/reference.py from the parts' own files; do not edit -->\n",
+        "A recipe chooses one part on each axis. `--set AXIS=PART` changes that of a conversion and `--set "
+        "AXIS.SETTING=VALUE` a setting; in a search's configuration it is `changes: {AXIS: PART}` of an arm, and "
+        "`params: {AXIS.SETTING: VALUE}`. Not all parts can be combined: what cannot is refused with the "
+        "reason.\n",
+    ]
+    for axis in AXES.values():
+        about = _first(importlib.import_module(axis.package).__doc__)
+        rows = [_row(f"`{part.name}`", _first(part.function.__doc__), part.source) for part in axis]
+        sections.append(f"## {axis.name}\n\n{about}\n\n| part | what it does | source |\n|---|---|---|")
+        sections += [*rows, ""]
+        settings: dict[Knob, list[str]] = {}
+        for part in axis:
+            for knob in part.knobs:
+                settings.setdefault(knob, []).append(f"`{part.name}`")
+        if settings:
+            sections.append("| setting | of | default | allowed | meaning |\n|---|---|---|---|---|")
+            sections += [_setting(axis.name, knob, of) for knob, of in settings.items()]
+            sections.append("")
+    return "\n".join(sections).rstrip() + "\n"
+
+
+def _setting(axis: str, knob: Knob, of: list[str]) -> str:
+    allowed = ", ".join(f"`{_bare(choice)}`" for choice in knob.choices)
+    if knob.kind == "bool":
+        allowed = "`true`, `false`"
+    elif knob.kind != "choice":
+        allowed = f"at least {knob.low:g}" if knob.high is None else f"{knob.low:g} to {knob.high:g}"
+        allowed += f", `{AUTO_KNOB}`" if knob.auto else ""
+    default = f"{knob.default:g}" if isinstance(knob.default, float) else _bare(knob.default)
+    return _row(f"`{axis}.{knob.name}`", ", ".join(of), f"`{default}`", allowed, knob.doc)
+
+
+def _first(docstring: str | None) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return _line((docstring or "").split("\n\n")[0])
 
 
 # ---- notebook ------------------------------------------------------------------------------------------------------
@@ -222,6 +270,7 @@ def pages() -> dict[str, str]:
         "config.schema.json": json.dumps(schema(), indent=1, ensure_ascii=False) + "\n",
         "reference/config.md": config_page(),
         "reference/commands.md": commands_page(),
+        "reference/parts.md": parts_page(),
         "python.ipynb": notebook(),
         **model_configs(),
         "families.md": with_table((DOCS / "families.md").read_text(encoding="utf-8"), table()),

@@ -57,7 +57,7 @@ from orchestrator.storage.mirror import is_remote, mirrored
 from orchestrator.storage.paths import SearchFolder, in_ray_job, storage_path
 from orchestrator.storage.promotion_record import PromotionRecord
 from orchestrator.storage.records import best_per_budget, waits_for
-from orchestrator.storage.trust import check_place, warn_of_pickles
+from orchestrator.storage.trust import check_origin
 from orchestrator.tracking.errors import redact
 from orchestrator.tracking.metrics import best_point, point
 from orchestrator.tracking.run_metadata import search_note, shared_metadata
@@ -181,8 +181,7 @@ def _search_to_resume(
             f"--resume: section {changed[0]!r} differs from the search in {folder.root}; resume "
             "with the same settings, or start a new search without --resume"
         )
-    check_place(folder)
-    warn_of_pickles(folder)
+    check_origin(folder)
     return folder
 
 
@@ -197,8 +196,7 @@ def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
                 f"continues the unfinished search of this name: {newest.root}",
                 flush=True,
             )
-            check_place(newest)
-            warn_of_pickles(newest)
+            check_origin(newest)
             return newest
     for folder in unended:
         how = f"the same command with --resume {folder.root.name} continues it"

@@ -157,7 +157,7 @@ def evaluate(
 
 
 TEACHER_BYTES = 256 * 2**20
-"""Return the bytes of hidden states that a `CachedTeacher` stores."""
+"""Of the hidden states that a `CachedTeacher` stores, at most."""
 
 
 class CachedTeacher:

@@ -1,11 +1,13 @@
 """The relaxation stage of a training job: relax, train with the one loop, collapse, save.
 
-Runs inside the workers. All its files are next to the job's `out_dir`; those of each step are
-written before the next begins, so that a killed worker resumes from the last training checkpoint.
+Runs inside the workers. Its files are next to the job's `out_dir`, its training checkpoints where
+the job's are if those are at an address. Those of each step are written before the next begins, so
+that a killed worker resumes from the last training checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -121,7 +123,7 @@ class _Stage(WorkerShare):
         self.index = index
         self.model_dir = model_dir
         self.folder = folder
-        self.store = CheckpointStore(str(folder), "states", self.rank, self.world_size)
+        self.store = CheckpointStore.of_stage(job, folder, self.rank, self.world_size)
         self.history: list[dict[str, float]] = []
         self.last_loss = 0.0
         self.link = link
@@ -149,7 +151,10 @@ class _Stage(WorkerShare):
             and decays_everything((state_folder / LAYOUT).read_text()),
         )
         with closing(engine), teacher_of(self.job, self.settings, engine.device) as teacher:
-            start = 0 if state_folder is None else self._resume(engine, state_folder)
+            start = 0
+            if state_folder is not None:
+                start = self._resume(engine, state_folder)
+                self.store.release()
             self.store.expected_bytes = engine.checkpoint_bytes
             minutes = self.job.checkpoint_minutes
             self.timer = CheckpointTimer(self.store, self.link, minutes, engine.device)
@@ -187,7 +192,8 @@ class _Stage(WorkerShare):
                 "seconds": self.seconds,
             }
             write_whole(self.folder / OUTCOME, json.dumps(outcome, sort_keys=True))
-            shutil.rmtree(self.store.root, ignore_errors=True)
+            with contextlib.suppress(OSError):  # they go with the trial's
+                self.store.remove()
         dist.barrier()
 
     def _install(self) -> Relaxation:
@@ -272,5 +278,7 @@ def _claim(root: Path, job: TrainJob, spec: RelaxationSpec) -> None:
     if root.exists():
         shutil.rmtree(root)
     for index in range(len(spec.plans)):
-        (root / f"stage-{index}").mkdir(parents=True)
+        folder = root / f"stage-{index}"
+        CheckpointStore.of_stage(job, folder).remove()
+        folder.mkdir(parents=True)
     write_whole(mark, json.dumps({"digest": accepted[0]}))

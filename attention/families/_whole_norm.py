@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from attention.base.constants import DeviceConstant
 from attention.families import Family, _separate
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
@@ -29,8 +30,9 @@ class WeighedRMSNorm(nn.Module):
 
     def __init__(self, counts: tuple[int, ...], head_dim: int, eps: float, like: Tensor) -> None:
         super().__init__()
-        self.counts = counts
-        self.head_dim = head_dim
+        each = torch.tensor(counts, dtype=torch.float32, device="cpu")
+        self.counts = DeviceConstant(each.repeat_interleave(head_dim))
+        self.total = sum(counts) * head_dim
         self.variance_epsilon = eps
         self.weight = nn.Parameter(
             torch.ones(len(counts) * head_dim, device=like.device, dtype=like.dtype)
@@ -38,10 +40,7 @@ class WeighedRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.float()
-        counts = torch.tensor(self.counts, device=x.device, dtype=x.dtype).repeat_interleave(
-            self.head_dim
-        )
-        square = (x.square() * counts).sum(-1, keepdim=True) / counts.sum()
+        square = (x.square() * self.counts.on(x.device)).sum(-1, keepdim=True) / self.total
         return (self.weight * (x * torch.rsqrt(square + self.variance_epsilon))).to(
             hidden_states.dtype
         )

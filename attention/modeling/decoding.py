@@ -22,6 +22,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from attention.base.constants import DeviceConstant
 from attention.modeling import kernels
 from attention.modeling.scores import capped, softmax_beside
 from attention.plan import LayerPlan
@@ -46,8 +47,8 @@ class HeadSlots:
 
     groups: int
     width: int
-    heads: Tensor
-    place: Tensor
+    heads: DeviceConstant
+    place: DeviceConstant
 
     @classmethod
     def of(cls, head_map: Sequence[int]) -> HeadSlots:
@@ -56,15 +57,16 @@ class HeadSlots:
         width = max(len(g) for g in groups)
         heads = [member for g in groups for member in (*g, *[g[0]] * (width - len(g)))]
         slots = [head_map[h] * width + groups[head_map[h]].index(h) for h in range(len(head_map))]
-        return cls(len(groups), width, _index(heads), _index(slots))
+        in_order, place = (DeviceConstant(_index(numbers)) for numbers in (heads, slots))
+        return cls(len(groups), width, in_order, place)
 
     def gather(self, x: Tensor) -> Tensor:
         """`[B, H, n]` -> `[B, G, m, n]`."""
-        return x.index_select(1, self.heads.to(x.device)).unflatten(1, (self.groups, self.width))
+        return x.index_select(1, self.heads.on(x.device)).unflatten(1, (self.groups, self.width))
 
     def scatter(self, x: Tensor) -> Tensor:
         """`[B, G, m, n]` -> `[B, H, n]`, dropping the padding."""
-        return x.flatten(1, 2).index_select(1, self.place.to(x.device))
+        return x.flatten(1, 2).index_select(1, self.place.on(x.device))
 
 
 @dataclass(frozen=True)

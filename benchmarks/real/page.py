@@ -90,7 +90,7 @@ ABOUT = {
     "other_text": f"A text of which neither calibration nor the local fit has seen anything. {_LARGEST}",
     "code": f"`headfold evaluate --eval-data stdlib`: held-out files of Python's standard library alone. {_LARGEST}",
     "calibration": "`headfold_wide` at two thirds by what it was calibrated on, measured on the built-in text and on "
-    "the first text named below; *other text* is the second.",
+    "the first text named below, the *other text* of the columns. In the rows *other text* is the second, of its kind.",
     "other_formats": "Conversions that are calibrated on 32,768 tokens of that kind, and the original.",
     "finetune": "Calibrated on 32,768 tokens of the other text's kind, then `headfold finetune --original`: KL to the "
     "original on fresh tokens of it, all weights at 1e-4.",

@@ -137,7 +137,8 @@ def run_verb(task: Task[Any, Any], json: Path | None) -> None:
     if task.rehearsal:
         for words in task.rehearse():
             print_by_topic(words)
-        print("dry run: all checks passed, nothing was written")
+        without = f", {json} neither" if json is not None else ""
+        print(f"dry run: all checks passed, nothing was written{without}")
         return
     task.announce()
     record = task.run()

@@ -348,6 +348,8 @@ class RungsSection(Section):
     """With false every trial continues to the end, as a comparison of recipes needs."""
     scheduler: str = "asha"
     """Which trials continue. asha: the best of each KV ratio so far, others are stopped for good.
+    front: halving by loss and bytes together, in which trials are paused and may continue later.
+    none: all.
     """
     params: dict[str, Any] = {}
-    """Parameters of the scheduler."""
+    """Parameters of the scheduler; `front` has `ties` and `synchronous`."""

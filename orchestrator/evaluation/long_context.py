@@ -13,13 +13,13 @@ from itertools import pairwise
 from typing import Any, TypedDict
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base.products import exact_products
-from attention.modeling.predictions import chunk_memory, final, positions_at_once
+from attention.modeling.predictions import final
 from attention.modeling.running import evaluating
 from orchestrator.config.schema import ConfigError
+from trainers.evaluation import evaluate
 from trainers.text.tokenising import beginning
 
 BINS = 8
@@ -79,24 +79,11 @@ def context_lengths(text: str, max_positions: int) -> list[int]:
 
 def loss_by_position(model: Any, sequences: Tensor) -> list[PositionLoss]:
     """Return the mean loss of the predictions in each of BINS parts of `sequences [N, L]`."""
-    device = next(model.parameters()).device
+    losses = evaluate(model, sequences).token_losses
+    assert losses is not None  # no other worker shares the sequences
+    means = losses.mean(0)
     length = sequences.shape[1]
-    total = torch.zeros(length - 1, dtype=torch.float64)
-    with evaluating(model), exact_products():
-        for ids in sequences.to(device).split(max(1, _TOKENS_AT_ONCE // length)):
-            states, head, vocabulary = final(model, ids)
-            at_once = positions_at_once(vocabulary, chunk_memory(ids.device))
-            parts = states[:, :-1].split(max(1, at_once // len(ids)), dim=1)
-            losses = []
-            start = 1
-            for part in parts:
-                labels = ids[:, start : start + part.shape[1]]
-                logits = head(part).float().transpose(1, 2)
-                losses.append(F.cross_entropy(logits, labels, reduction="none"))
-                start += part.shape[1]
-            total += torch.cat(losses, dim=1).double().sum(0).cpu()
     edges = [1 + i * (length - 1) // BINS for i in range(BINS + 1)]
-    means = total / len(sequences)
     return [
         {"from": start, "to": end, "loss": means[start - 1 : end - 1].mean().item()}
         for start, end in pairwise(edges)

@@ -52,7 +52,7 @@ from orchestrator.storage.mirror import mirrored
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.promotion_record import PromotionRecord
 from orchestrator.storage.records import OriginalRecord, TrialRecord, waits_for
-from orchestrator.storage.trust import check_place, warn_of_pickles
+from orchestrator.storage.trust import check_origin
 from orchestrator.tracking.run_metadata import shared_metadata
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
@@ -169,8 +169,7 @@ def _request(
 ) -> tuple[SearchFolder, SearchConfig, list[TrialRecord]]:
     """Return a search, its configuration, and the trials of it to promote."""
     folder = SearchFolder.existing(search)
-    check_place(folder)
-    warn_of_pickles(folder)
+    check_origin(folder)
     config = _stored_config(folder, overrides)
     records = load_trials(folder.root)
     _check_ended(folder, records)

@@ -42,7 +42,7 @@ from orchestrator.promotion.state import (
     PromotionState,
     TrainedModel,
 )
-from orchestrator.promotion.training import Training, best_model, run_all
+from orchestrator.promotion.training import Training, TrainingResult, best_model, run_all
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage import records
 from orchestrator.storage.json_files import write_json
@@ -54,6 +54,7 @@ from orchestrator.tracking.run_metadata import datasets_of, trial_params
 from orchestrator.tracking.runs import NOTE, Dataset
 from orchestrator.tracking.sync import TrackedRun
 from orchestrator.training.run import TrainingFollower, TrainingReport
+from trainers.jobs.checkpoints import AddressAwayError
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class PromotionSteps:
             total = trainings[0].total
             print(f"\npromotion: {len(trainings)} training(s) to {total} steps", flush=True)
 
-        def on_end(training: Training, loss: float | None, error: str | None) -> None:
+        def on_end(training: Training, result: TrainingResult | None, error: str | None) -> None:
             for entry in entries[training.trial.trial_id]:
-                self._end_training(entry, training, loss, error)
+                self._end_training(entry, training, result, error)
             self.save()
             if error is None and training.run is not None:  # only the weights are exported
                 with contextlib.suppress(OSError):  # their address is away: they stay
@@ -134,12 +135,15 @@ class PromotionSteps:
             for alike in entries.values():
                 for entry in alike:
                     if entry.status == PENDING:
-                        run = replace(self.run_of(entry), status=records.KILLED)
-                        self.session.mlflow.put(run)
+                        self._track(entry, records.KILLED)
             raise
 
     def _end_training(
-        self, entry: PromotionEntry, training: Training, last_loss: float | None, error: str | None
+        self,
+        entry: PromotionEntry,
+        training: Training,
+        result: TrainingResult | None,
+        error: str | None,
     ) -> None:
         """Enter the result of a training.
 
@@ -149,10 +153,10 @@ class PromotionSteps:
         trial = training.trial
         entry.trained_at = time.time()
         best = None
-        if last_loss is not None:
+        if result is not None:
             folder = self.session.folder.trial(trial.trial_id)
-            best = best_model(trial, folder, training.reports())
-        if best is None:
+            best = best_model(trial, folder, result.reports)
+        if result is None or best is None:
             entry.status = FAILED
             entry.reasons = [error or "no weights are left of any step that was measured"]
         else:
@@ -165,7 +169,7 @@ class PromotionSteps:
                 description=best.what,
                 data_position=best.position,
                 tokens=best.tokens,
-                last_loss=last_loss,
+                last_loss=result.loss,
                 untrained_loss=trial.untrained.get("loss") if trial.untrained else None,
                 original_loss=self.session.context.original_loss,
             )
@@ -173,19 +177,22 @@ class PromotionSteps:
                 note = f"training did not improve it; the {best.what} is kept"
                 print(f"promotion: {trial.name}: {note}", flush=True)
         self.save()
-        with contextlib.suppress(OSError):  # as on progress: `catch_up` of the next run does it
-            self._track(entry)
+        self._track(entry)
 
     def catch_up(self) -> None:
         """Bring MLflow up to date: a driver may have been killed, or the store away."""
         state = self.state
         for entry in (*state.earlier, *state.baselines.values(), *state.candidates.values()):
             if entry.trained_at is not None:
-                with contextlib.suppress(OSError):  # the address of its reports is away
-                    self._track(entry)
+                self._track(entry)
 
-    def _track(self, entry: PromotionEntry) -> None:
-        entry.run_id = self.session.mlflow.put(self.run_of(entry)) or entry.run_id
+    def _track(self, entry: PromotionEntry, status: str | None = None) -> None:
+        """Write the MLflow run of an entry; `status`, if it is not that of the entry."""
+        # Where the address of its reports is away `catch_up` of the next run does it
+        with contextlib.suppress(AddressAwayError):
+            run = self.run_of(entry)
+            run = replace(run, status=status or run.status)
+            entry.run_id = self.session.mlflow.put(run) or entry.run_id
 
     def run_of(self, entry: PromotionEntry) -> TrackedRun:
         """Return the MLflow run of an entry."""

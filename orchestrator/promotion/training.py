@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -139,8 +139,15 @@ class Training:
         return self.run.curve() if self.run else []
 
 
-Done = Callable[[Training, float | None, str | None], None]
-"""Called with a training, the loss after its last step, and an error; one of the two is None."""
+class TrainingResult(NamedTuple):
+    """The result of a training: the loss after its last step, and its reports at milestones."""
+
+    loss: float | None
+    reports: list[TrainingReport]
+
+
+Done = Callable[[Training, TrainingResult | None, str | None], None]
+"""Called with a training, its result, and an error; one of the two is None."""
 
 
 def milestones(start: int, total: int, evaluations: int) -> tuple[int, ...]:
@@ -167,7 +174,7 @@ def run_all(
         going_on: Called every few seconds until then.
     """
     for training in (t for t in trainings if t.run is None):
-        done(training, training.trial.last_loss, None)
+        done(training, TrainingResult(training.trial.last_loss, []), None)
     waiting = [t for t in trainings if t.run is not None]
     # It waits for workers, which may need every CPU that there is
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_train)
@@ -197,14 +204,14 @@ def run_all(
             training = running.pop(reference)
             trial, run = training.trial, training.run
             try:
-                loss, error = ray.get(reference), None
+                result, error = ray.get(reference), None
                 print(
-                    f"promotion: {trial.name}: loss {loss:.3f} after {training.total} steps",
+                    f"promotion: {trial.name}: loss {result.loss:.3f} after {training.total} steps",
                     flush=True,
                 )
             except Exception as failure:
                 # The last error is the cause, which Ray wraps
-                loss, error = None, last_error(f"{type(failure).__name__}: {failure}")
+                result, error = None, last_error(f"{type(failure).__name__}: {failure}")
                 step = run.checkpoint_step() if run else -1
                 failures[trial.trial_id] = failures.get(trial.trial_id, Failures()).another(step)
                 if lost(failure) and failures[trial.trial_id].retries_left:
@@ -215,13 +222,13 @@ def run_all(
                     waiting.append(training)
                     continue
                 print(f"promotion: {trial.name} failed: {error}", flush=True)
-            done(training, loss, error)
+            done(training, result, error)
 
 
-def _train(run: TrainingRun, pool: str | None) -> float:
-    """Train, as a Ray task, and return the loss after the last step."""
+def _train(run: TrainingRun, pool: str | None) -> TrainingResult:
+    """Train, as a Ray task, which is lost if its reports cannot be read at the end."""
     prepare_process()
-    return run.train(pool)["loss"]
+    return TrainingResult(run.train(pool)["loss"], run.reports())
 
 
 # ---- what is shipped -----------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.tune import Callback
 
 from orchestrator.cluster.capacity import (
     free_nodes,
@@ -31,6 +30,7 @@ from orchestrator.cluster.node_reservation import NodeReservation
 from orchestrator.cluster.placement import Demand, task_options
 from orchestrator.cluster.pool_client import worker_groups
 from orchestrator.cluster.ray_tasks import cancel_unfinished
+from orchestrator.search.callbacks import DriverCallback
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.searchers import ResumableSearcher
 from orchestrator.search.trials.context import SearchSession, TrialContext
@@ -82,7 +82,7 @@ class _AheadTask:
         return since is not None and now - since > since - self.started
 
 
-class PlanAhead(Callback):
+class PlanAhead(DriverCallback):
     """Converts later candidates on idle GPUs, and keeps the library small.
 
     A task starts only if the present nodes have room for it in addition to the workers of all
@@ -109,10 +109,6 @@ class PlanAhead(Callback):
         self._checked_at = 0.0
         self._ends = 0
         self.limit = session.config.resources.plan_ahead if session.context.task else 0
-
-    def __getstate__(self) -> object:
-        """Return nothing: Tune pickles its callbacks for a resumption that is never used."""
-        return {}
 
     def upcoming(self) -> dict[str, Candidate]:
         """Return the later candidates that are converted ahead, by the key of their conversion.
@@ -222,7 +218,7 @@ def _ended(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
 
 
-class HoldNodes(Callback):
+class HoldNodes(DriverCallback):
     """Makes the autoscaler keep idle worker nodes while later trials need them."""
 
     def __init__(self, session: SearchSession, history: History, expected: int) -> None:
@@ -235,10 +231,6 @@ class HoldNodes(Callback):
         self._nodes = NodeReservation(str(session.folder.root))
         self._due = 0.0
         self.active = config.resources.hold_nodes and len(config.rungs.steps) > 1
-
-    def __getstate__(self) -> object:
-        """Return nothing: Tune pickles its callbacks for a resumption that is never used."""
-        return {}
 
     def bundles(self) -> list[dict[str, float]]:
         """Return the worker bundles that trials need later, limited to running nodes.

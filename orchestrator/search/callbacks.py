@@ -25,7 +25,18 @@ from orchestrator.tracking.sync import MlflowSync
 _MOST_SHOWN = 3  # trials whose planning the progress shows
 
 
-class SearchLog(Callback):
+class DriverCallback(Callback):
+    """A callback whose state is not pickled."""
+
+    def __getstate__(self) -> object:
+        """Return nothing, and no password.
+
+        Tune pickles its callbacks for its own resumption, which is never used.
+        """
+        return {}
+
+
+class SearchLog(DriverCallback):
     """Brings MLflow's child runs, the progress and Ray's gauges up to date.
 
     Attributes:
@@ -44,13 +55,6 @@ class SearchLog(Callback):
         self.stage = ProgressStage("trials")
         self._shown = 0.0
         self._named = 0
-
-    def __getstate__(self) -> object:
-        """Return nothing, and no password.
-
-        Tune pickles its callbacks for its own resumption, which is never used.
-        """
-        return {}
 
     @property
     def records(self) -> dict[str, TrialRecord]:

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.tune import Callback
-
 from orchestrator.config.schema import SearchConfig
+from orchestrator.search.callbacks import DriverCallback
 from orchestrator.storage.journal import History, read_history
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import COPY, TrialRecord, front, ranked, worthwhile
@@ -123,7 +122,7 @@ def _remove_weights(folder: SearchFolder, record: TrialRecord, finalist: bool) -
         shutil.rmtree(path, ignore_errors=True)
 
 
-class Cleaning(Callback):
+class Cleaning(DriverCallback):
     """Removes leftovers while Tune runs, whenever a trial finishes."""
 
     def __init__(self, config: SearchConfig, folder: SearchFolder, history: History) -> None:
@@ -132,10 +131,6 @@ class Cleaning(Callback):
         self.history = history
         self._ends = 0
         self._done: dict[str, bool] = {}
-
-    def __getstate__(self) -> object:
-        """Return nothing: Tune pickles its callbacks for a resumption that is never used."""
-        return {}
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         if len(self.history.ends) != self._ends:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.base.messages import one_of
+from attention.base.text import gib
 from attention.cache_formats import (
     VLLM,
     CacheFormatError,
@@ -24,6 +25,7 @@ from attention.io.export import ExportReport, cache_dtype, export
 from attention.io.precision import DTYPES, round_weights
 from attention.io.stock_form import format_of
 from attention.io.targets import EngineSupport, Target, best_target, target
+from attention.plan import number_bytes
 from attention.tensor_parallel import RankCache, RankLayoutError
 from orchestrator import checkpoints
 from orchestrator.config.options import ExportOptions
@@ -31,6 +33,7 @@ from orchestrator.config.parsing import read_cache_format
 from orchestrator.config.schema import ConfigError
 from orchestrator.serving.check import CheckError, check_export
 from orchestrator.serving.engines import engine as engine_named
+from orchestrator.storage.paths import disk_free
 
 
 class EngineExportRecord(TypedDict):
@@ -105,6 +108,7 @@ def export_checkpoint(
         dtype = checkpoints.written_dtype(opened, dtype)
     cache = _engine_cache(options.cache_format, chosen, opened)
     ranks = _rank_cache(options.tensor_parallel, chosen, opened, dtype)
+    _check_disk(opened, dtype, Path(options.out))
     report = export(
         opened,
         chosen.name,
@@ -124,6 +128,19 @@ def export_checkpoint(
     if ranks is not None:
         record["tensor_parallel"] = ranks.record()
     return record
+
+
+def _check_disk(opened: Checkpoint, dtype: str, out: Path) -> None:
+    """Raise ConfigError where the weights of the checkpoint in this dtype have no room."""
+    stored = sum(file.stat().st_size for file in opened.folder.glob("*.safetensors"))
+    written = number_bytes(dtype) if dtype in DTYPES else 1  # q8_0
+    needed = stored * written / number_bytes(opened.stored_dtype)
+    free = disk_free(out)
+    if free < needed:
+        raise ConfigError(
+            f"out: the export takes about {gib(needed)}, and {gib(free)} are free at {str(out)!r}; "
+            "free some, or give another folder (for a temporary one set TMPDIR)"
+        )
 
 
 def _rank_cache(

@@ -18,8 +18,10 @@ from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import SearchFolder, storage_path
 
 
-def check_place(folder: SearchFolder) -> None:
+def check_origin(folder: SearchFolder) -> None:
     """Check that a search is where it was made: its records name files by their paths.
+
+    Warn on standard error if its training checkpoints may be from elsewhere, before they are read.
 
     Raises:
         ConfigError: If it is at another path, or does not find its address from here.
@@ -36,15 +38,21 @@ def check_place(folder: SearchFolder) -> None:
             f"{folder.root} belongs to {storage}, whose working folder here is "
             f"{storage_path(storage)}; set HEADFOLD_HOME as for the search"
         )
+    if reasons := doubts(folder):
+        print(
+            f"warning: {folder.root}: {'; '.join(reasons)}. Its training checkpoints are pickles, "
+            "which can run any program when they are read: continue only if you trust whoever made "
+            "them",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def doubts(folder: SearchFolder) -> list[str]:
     """Return why the training checkpoints of a search may not be this user's own."""
-    origin = read_if_there(folder.origin).get("folder")
     reasons = []
-    if origin != str(folder.root):
-        made_as = f"it was made as {origin}" if origin else "it does not say where it was made"
-        reasons.append(made_as)
+    if read_if_there(folder.origin).get("folder") is None:
+        reasons.append("it does not say where it was made")
     user = os.getuid() if hasattr(os, "getuid") else None
     owner = folder.root.stat().st_uid
     if user is not None and owner not in (user, 0):
@@ -56,21 +64,3 @@ def doubts(folder: SearchFolder) -> list[str]:
             reasons.append(f"a trial's checkpoint is outside it, at {path}")
             break
     return reasons
-
-
-def warn_of_pickles(folder: SearchFolder) -> bool:
-    """Warn on standard error before training checkpoints are read that may be from elsewhere.
-
-    Returns:
-        Whether a warning was necessary.
-    """
-    reasons = doubts(folder)
-    if reasons:
-        print(
-            f"warning: {folder.root}: {'; '.join(reasons)}. Its training checkpoints are pickles, "
-            "which can run any program when they are read: continue only if you trust whoever made "
-            "them",
-            file=sys.stderr,
-            flush=True,
-        )
-    return bool(reasons)

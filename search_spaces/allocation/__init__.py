@@ -1,7 +1,7 @@
-"""Spread a total of kept heads over layers and over keys and values: one file per part.
+"""Ways to spread a total of kept heads over layers and over keys and values.
 
-A part is `f(problem: AllocationProblem, **knobs) -> tuple of (key heads, value heads), one pair per
-layer`, meeting the total exactly, or ValueError. `needs`: "apart" marks parts that choose counts
-for keys and values separately, "by_layer" those whose layers may differ, "any_count" those whose
-counts need not divide the heads.
+A part, one per file, is `f(problem: AllocationProblem, **knobs) -> tuple of (key heads, value
+heads), one pair per layer`, meeting the total exactly, or ValueError. `needs`: "apart" marks parts
+that choose counts for keys and values separately, "by_layer" those whose layers may differ,
+"any_count" those whose counts need not divide the heads.
 """

@@ -242,7 +242,7 @@ def knapsack_part(problem: AllocationProblem, **knobs: Any) -> Counts:
     passes_to=best_measured,
 )
 def layerwise(problem: AllocationProblem, **knobs: Any) -> Counts:
-    """Return the same with one count per layer for keys and values, where a runtime takes no other.
+    """Return `knapsack` with one count per layer for keys and values, which engines load.
 
     Raises:
         ValueError: For an odd number of heads.

@@ -58,5 +58,9 @@ def composition_of(settings: Mapping[str, Any]) -> Composition:
 
 @COMPOSITION.part("dcmha", source="Xiao 2024, sec. 3 and 4", knobs=_KNOBS, passes_to=Composition)
 def dcmha(plan: AttentionPlan, *, windowed: bool = False, **knobs: Any) -> AttentionPlan:
-    """Raise PlanError for settings that cannot be."""
+    """Return the plan with dynamically composed scores and weights of all heads.
+
+    Raises:
+        PlanError: For settings that cannot be.
+    """
     return replace(plan, composition=composition_of({"windowed": windowed, **knobs}))

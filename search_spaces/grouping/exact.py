@@ -29,7 +29,7 @@ AFFORDABLE = 1e13
 def exact(
     problem: GroupingProblem, generator: np.random.Generator, *, equal_sizes: bool = True
 ) -> Grouping:
-    """Return the cheapest partition.
+    """Return the cheapest of all partitions.
 
     Above 16 heads, or where the groups of wide heads to be priced would take longer than all else:
     merging and annealing on the same cost, or on its estimates if it has any; no longer proven

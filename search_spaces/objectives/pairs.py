@@ -12,7 +12,7 @@ from search_spaces.site import FUSION_DISTANCES, Site
     "pairs", source="Jin 2024, sec. 3.4; Chen 2024 (DHA), Alg. 4", needs=("similarity",)
 )
 def pairs(site: Site) -> PairCost:
-    """Additive: each pair costs its distance from the layer's closest pair."""
+    """Return the sum over pairs of their distance from the layer's closest pair."""
     return PairCost.from_similarity(site.need_similarity("objective=pairs"))
 
 
@@ -29,10 +29,9 @@ _KNOBS = (
     needs=(FUSION_DISTANCES,),
 )
 def fusion_loss(site: Site, *, steps: int = 240, rate: float = 1e-2) -> PairCost:
-    """Additive.
+    """Return the sum of L_head over the pairs of each group.
 
-    A group costs the sum of L_head over its pairs, so one group of all heads costs the layer's
-    loss.
+    One group of all heads costs the layer's loss.
 
     The knobs say how the distances were measured, which is done before any plan is made.
     """

@@ -206,7 +206,7 @@ NAMED_RECIPES = (
         ),
         (
             "Head counts per layer for keys and values apart, then the same fit: the lowest "
-            "loss, in transformers alone."
+            "loss of heads of the checkpoint's width, in transformers alone."
         ),
     ),
 )

@@ -1,5 +1,5 @@
-"""Ways to let heads of later layers use the weights of earlier ones: one file a part.
+"""Ways to let heads of later layers use the weights of earlier ones.
 
-A part is `f(problem: SharingProblem, **knobs) -> Shares`. Sharing saves weights and optimiser
-state, not KV cache.
+A part, one per file, is `f(problem: SharingProblem, **knobs) -> Shares`. Sharing saves weights and
+optimiser state, not KV cache.
 """

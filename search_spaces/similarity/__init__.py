@@ -1,5 +1,5 @@
-"""Similarity of the heads of a layer: one file a part.
+"""Similarity of the heads of a layer.
 
-A part is `f(heads, statistics, geometry, side, **knobs) -> Tensor [H, H]`: lifted heads, symmetric,
-higher is closer. `side` is "key" or "value".
+A part, one per file, is `f(heads, statistics, geometry, side, **knobs) -> Tensor [H, H]`: lifted
+heads, symmetric, higher is closer. `side` is "key" or "value".
 """

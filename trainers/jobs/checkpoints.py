@@ -2,6 +2,8 @@
 
     <place>/<run_name>/checkpoints.json     the reports; checkpoints that are kept, oldest first
     <place>/<run_name>/checkpoint_000024/   files of all workers at step 24
+    <address>/<run_name>/relaxation/        the same of the stages of its relaxation; in a shared
+                                            folder they are next to its weights
 
 `checkpoints.json` names a checkpoint only once all of it is there, and is replaced as a whole, so
 that a kill at any moment leaves the checkpoints before. One whose files have changed since is
@@ -52,6 +54,8 @@ from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
 
+RELAXATION = "relaxation"
+"""Folder below a run's at an address: checkpoints of the stages of its relaxation."""
 KEEP = 2  # the newest, and one before it in case the newest is damaged, see `_to_keep`
 _SPARE = 1 << 30
 """Bytes that stay free on a node's own disk while a checkpoint is there."""
@@ -132,7 +136,9 @@ class CheckpointStore:
         self.named = Path(storage_path) / run_name
         self.remote = address is not None
         self._address = address
-        self.files, root = open_location(below(address, run_name) if address else str(self.named))
+        location = below(address, run_name) if address else str(self.named)
+        with self._answering():
+            self.files, root = open_location(location)
         self.root = Path(root)
         self.expected_bytes: int | None = None
         self._sending: _Sending | None = None
@@ -146,6 +152,16 @@ class CheckpointStore:
     def of(cls, job: TrainJob, rank: int = 0, world_size: int = 1) -> CheckpointStore:
         """Return the store of a job, as worker `rank` of `world_size` sees it."""
         return cls(job.storage_path, job.run_name, rank, world_size, job.checkpoint_address)
+
+    @classmethod
+    def of_stage(
+        cls, job: TrainJob, folder: Path, rank: int = 0, world_size: int = 1
+    ) -> CheckpointStore:
+        """Return the store of a stage of a job's relaxation; `folder` is the stage's."""
+        address = job.checkpoint_address
+        if address is not None:
+            address = below(address, f"{job.run_name}/{RELAXATION}/{folder.name}")
+        return cls(str(folder), "states", rank, world_size, address)
 
     def of_run(self, run_name: str) -> CheckpointStore:
         """Return the store of another run in the same place."""
@@ -399,6 +415,17 @@ class CheckpointStore:
             self._write([k for k in checkpoints if k not in left], reports)
         with contextlib.suppress(OSError):  # a worker that is being stopped may still be writing
             self._remove_all_but({str(name)})
+        with contextlib.suppress(OSError):  # it has none, or as above
+            self.files.delete_dir(str(self.root / RELAXATION))
+
+    def remove(self) -> None:
+        """Remove everything, the index included.
+
+        Raises:
+            AddressAwayError: If the address does not answer.
+        """
+        with contextlib.suppress(FileNotFoundError), self._answering():
+            self.files.delete_dir(str(self.root))
 
     # ---- files ---------------------------------------------------------------------------------
 

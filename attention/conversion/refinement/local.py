@@ -38,7 +38,13 @@ FIT_RATE = 0.5
 STEP_TOKENS = 256
 FIT_TOKENS = 32_768
 FIT_KNOBS = (
-    Knob("fit_steps", "int", "Adam steps per layer", 1, 100_000),
+    Knob(
+        "fit_steps",
+        "int",
+        "Adam steps per layer; layers beyond six share those of six, or have a quarter each",
+        1,
+        100_000,
+    ),
     Knob(
         "fit_rate",
         "log_float",

@@ -159,7 +159,7 @@ def test_decode_equals_loops(maps) -> None:
 def test_slots_worked_example() -> None:
     slots = HeadSlots.of((0, 1, 0, 0))
     assert (slots.groups, slots.width) == (2, 3)
-    assert slots.heads.tolist() == [0, 2, 3, 1, 1, 1] and slots.place.tolist() == [0, 3, 1, 2]
+    assert slots.heads.tensor.tolist() == [0, 2, 3, 1, 1, 1] and slots.place.tensor.tolist() == [0, 3, 1, 2]
 
 
 def test_gradients_flow_through_the_maps(models) -> None:

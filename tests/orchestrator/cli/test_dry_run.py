@@ -69,6 +69,13 @@ def test_it_reports_and_writes_nothing(place: Path, command: list[str], message:
 
 
 @pytest.mark.usefixtures("unread")
+def test_the_json_of_a_run_is_not_written(place: Path) -> None:
+    ran = run_in(place, [*CONVERT, "--kv-ratio", "0.5", "--json", "result.json", "--dry-run"])
+    assert ran.out.endswith("nothing was written, result.json neither\n")
+    assert not (place / "result.json").exists()
+
+
+@pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
     ("command", "parts"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from orchestrator.config.schema import ConfigError
@@ -15,7 +16,6 @@ from orchestrator.evaluation import long_context
 from orchestrator.evaluation.extras import Extras
 from orchestrator.evaluation.generations import encode_prompts
 from orchestrator.evaluation.long_context import BINS, CANDIDATES, DEPTHS, NUM_TEXTS, Needles, context_lengths
-from trainers.evaluation import evaluate
 from trainers.text.data import load_sequences
 
 
@@ -24,19 +24,17 @@ def texts(demo_tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     return load_sequences("stdlib", demo_tokenizer, split="eval", tokens=NUM_TEXTS * 128, sequence_length=128)
 
 
-def test_loss_by_position_adds_up_to_the_held_out_loss(
-    demo_model: PreTrainedModel, texts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = long_context.loss_by_position(demo_model, texts)
-    assert len(whole) == BINS
-    assert (whole[0]["from"], whole[-1]["to"]) == (1, 128)
-    assert all(one["to"] == other["from"] for one, other in pairwise(whole))
-    mean = sum(part["loss"] * (part["to"] - part["from"]) for part in whole) / 127
-    assert mean == pytest.approx(evaluate(demo_model, texts).loss, abs=1e-5)
-    monkeypatch.setattr("attention.modeling.predictions.CHUNK_BYTES", 4 * 2048 * 5)  # logits of five positions
-    monkeypatch.setattr(long_context, "_TOKENS_AT_ONCE", 1)
-    pieces = long_context.loss_by_position(demo_model, texts)
-    assert [part["loss"] for part in pieces] == pytest.approx([part["loss"] for part in whole], abs=1e-5)
+def test_the_loss_of_each_part_is_that_of_its_positions(demo_model: PreTrainedModel, texts: torch.Tensor) -> None:
+    parts = long_context.loss_by_position(demo_model, texts)
+    assert len(parts) == BINS
+    assert (parts[0]["from"], parts[-1]["to"]) == (1, 128)
+    assert all(one["to"] == other["from"] for one, other in pairwise(parts))
+    with torch.no_grad():
+        logits = demo_model(texts).logits[:, :-1].transpose(1, 2)
+    losses = F.cross_entropy(logits, texts[:, 1:], reduction="none").mean(0)
+    for part in parts:
+        expected = losses[part["from"] - 1 : part["to"] - 1].mean().item()
+        assert part["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_line_lies_where_it_should_and_the_question_at_the_end(

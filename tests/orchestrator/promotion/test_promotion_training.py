@@ -17,7 +17,7 @@ from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion import steps as steps_module
 from orchestrator.promotion.state import PromotionEntry, PromotionState
 from orchestrator.promotion.steps import PromotionSteps
-from orchestrator.promotion.training import Training
+from orchestrator.promotion.training import Training, TrainingResult
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import SearchSession, TrialContext
 from orchestrator.storage.journal import load_trials
@@ -26,6 +26,7 @@ from orchestrator.storage.paths import SearchFolder
 from orchestrator.tracking.runs import Tracker
 from search_spaces.recipes.catalogue import recipe
 from trainers.jobs import curve
+from trainers.jobs.checkpoints import AddressAwayError, CheckpointStore
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
@@ -203,3 +204,37 @@ def test_an_update_of_mlflow_reads_and_sends_only_what_is_new_however_long_the_t
     monkeypatch.setattr(steps_module.Training, "of", lambda *_: anew)
     stored = PromotionEntry.from_record(json.loads(json.dumps(entry.to_record())))
     assert {point["step"] for point in steps.run_of(stored).points} == set(range(9, 1218))
+
+
+def test_a_training_that_ends_while_its_reports_cannot_be_read_is_complete(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They come with the result, and MLflow has them at the next run."""
+    write_json(folder.trial("head") / "recipe.json", Candidate(recipe("headfold"), 0.5, 1e-3).config())
+    write_journal(folder.root, [trial("head", "headfold", 2.2)])
+    (record,) = load_trials(folder.root)
+    entry = PromotionEntry.of(record, 10)
+    session = SearchSession(config, folder, context, sync_of(tracker, folder, tracker.start("search")), 1)
+    steps = PromotionSteps(session, PromotionState({"head": entry}), {"head": record})
+
+    def away(_: Any) -> Any:
+        raise AddressAwayError("no route to host")
+
+    def run_all(trainings: list[Training], _: Any, done: Any, going_on: Callable[[Training], None]) -> None:
+        (training,) = trainings
+        monkeypatch.setattr(CheckpointStore, "read", away)
+        going_on(training)
+        report = {"step": 10, "loss": 1.5, "kl": 0.1, "data_position": 80, "tokens": 1280}
+        best = {"best_step": 10, "best_loss": 1.5, "best_kl": 0.1, "best_dir": str(folder.trial("head") / "trained")}
+        done(training, TrainingResult(1.5, [report | best]), None)
+
+    monkeypatch.setattr(steps_module, "run_all", run_all)
+    steps.train()
+    state = PromotionState.load(folder.promotion).candidates["head"]
+    assert (state.status, state.loss, state.reasons) == ("trained", 1.5, [])
+    assert state.trained is not None
+    assert (state.trained.step, state.trained.data_position, state.trained.tokens) == (10, 80, 1280)

@@ -14,7 +14,7 @@ from orchestrator.config.schema import ConfigError, parse_config
 from orchestrator.storage import records
 from orchestrator.storage.paths import SearchFolder, storage_path
 from orchestrator.storage.records import TrialRecord
-from orchestrator.storage.trust import check_place, doubts, warn_of_pickles
+from orchestrator.storage.trust import check_origin, doubts
 from orchestrator.tracking.errors import redact
 
 
@@ -33,26 +33,25 @@ def save(folder: SearchFolder, checkpoint: Path | str) -> None:
 
 def test_an_own_search_is_read_without_a_warning(folder: SearchFolder, capsys: pytest.CaptureFixture[str]) -> None:
     save(folder, folder.train / "t1" / "checkpoint")
-    assert not warn_of_pickles(folder)
+    check_origin(folder)
     assert capsys.readouterr().err == ""
 
 
-def test_a_folder_that_was_moved_is_warned_of(
+def test_a_folder_that_was_moved_is_refused_and_one_of_unknown_origin_is_warned_of(
     folder: SearchFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(folder, folder.train / "t1" / "checkpoint")
     moved = SearchFolder(tmp_path / "downloads")
     shutil.copytree(folder.root, moved.root)
-    check_place(folder)
     (tmp_path / "link").symlink_to(folder.root)
-    check_place(SearchFolder(tmp_path / "link"))
+    check_origin(SearchFolder(tmp_path / "link"))
+    assert capsys.readouterr().err == ""
     with pytest.raises(ConfigError, match=f"was made as {folder.root}, and its records name files there"):
-        check_place(moved)
-    assert warn_of_pickles(moved)
-    output = capsys.readouterr().err
-    assert str(moved.root) in output and str(folder.root) in output and "pickles" in output
+        check_origin(moved)
     (moved.root / "origin.json").unlink()
-    assert "does not say where it was made" in doubts(moved)[0]
+    check_origin(moved)
+    output = capsys.readouterr().err
+    assert str(moved.root) in output and "does not say where it was made" in output and "pickles" in output
 
 
 def test_a_search_at_an_address_is_continued_with_its_home(
@@ -61,10 +60,10 @@ def test_a_search_at_an_address_is_continued_with_its_home(
     monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path))
     at_address = SearchFolder.fresh(storage_path("s3://bucket/runs"), "mine")
     at_address.snapshot.write_text("storage: s3://bucket/runs\n")
-    check_place(at_address)
+    check_origin(at_address)
     monkeypatch.setenv("HEADFOLD_HOME", str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="belongs to s3://bucket/runs, whose working folder here is .*HEADFOLD_HOME"):
-        check_place(at_address)
+        check_origin(at_address)
 
 
 @pytest.mark.parametrize("where", ["/tmp/elsewhere", "ROOT/../other/checkpoint", "ROOT/link/checkpoint"])

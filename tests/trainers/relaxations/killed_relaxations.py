@@ -44,13 +44,15 @@ def work(job: TrainJob, rank: int, meeting: Path, dies: bool) -> None:
         small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
         job = replace(job, settings=job.settings.model_copy(update={"deepspeed": small}))
     if dies and rank == world - 1:
-        threading.Thread(target=die_once_there_is, args=(Path(f"{job.out_dir}.relaxed"),), daemon=True).start()
+        address = job.checkpoint_address
+        saved = Path(f"{job.out_dir}.relaxed" if address is None else address.removeprefix("file://"))
+        threading.Thread(target=die_once_there_is, args=(saved,), daemon=True).start()
     trainers.relaxing.relax(job, Alone(rank, world))
     dist.destroy_process_group()
 
 
 def die_once_there_is(folder: Path) -> None:
-    while not list(folder.glob("*/states/checkpoints.json")):
+    while not list(folder.glob("**/states/checkpoints.json")):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -44,6 +44,20 @@ def test_a_killed_relaxation_resumes_to_the_same_numbers(
 ) -> None:
     ends = run_all(cases, tiny_model, tmp_path)
     assert {name.split("-")[0] for name in ends} == {part.name for part in RELAXATION_TRAINING}
+    check(ends, tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_it_resumes_from_checkpoints_at_an_address(workers: int, tiny_model: Any, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    check(run_all([("lagrangian", 0, workers)], tiny_model, tmp_path, f"file://{bucket}/train"), tmp_path)
+    assert not list(tmp_path.glob("lagrangian-*/**/states")), "they were at the address"
+    assert (bucket / "train" / "unused" / "relaxation").is_dir()
+    assert not [path for path in bucket.rglob("*") if path.is_file()], "what has ended needs none"
+
+
+def check(ends: dict[str, Any], tmp_path: Path) -> None:
+    """Check that each case that was killed has the results of the one that was not."""
     for name, ended in ends.items():
         assert set(ended["whole"]) == set(ended["again"]) == {0}, name
         assert -9 in ended["killed"] and ended["unfinished"], name
@@ -58,8 +72,10 @@ def test_a_killed_relaxation_resumes_to_the_same_numbers(
         assert weights[0] == weights[1], name
 
 
-def run_all(requested: list[tuple[str, int, int]], tiny_model: Any, folder: Path) -> dict[str, Any]:
-    """How the workers of each run ended; their output is in `folder`."""
+def run_all(
+    requested: list[tuple[str, int, int]], tiny_model: Any, folder: Path, address: str | None = None
+) -> dict[str, Any]:
+    """How the workers of each run ended; output is in `folder`, checkpoints are at `address` if there is one."""
     checkpoint.save(tiny_model("llama", attention_bias=True), folder / "model")
     generator = torch.Generator().manual_seed(0)
     for name, rows in (("train", 100), ("eval", 8)):
@@ -82,6 +98,7 @@ def run_all(requested: list[tuple[str, int, int]], tiny_model: Any, folder: Path
             run_name="unused",
             milestones=(1,),
             settings=settings,
+            checkpoint_address=address,
             relaxation=RelaxationSpec(name, (plan.to_json(),), STEPS, KNOBS.get(name, {}), save_every=SAVE_EVERY),
         )
         cases.append({"name": f"{name}-{stage}-{workers}", "job": job.to_json()})
