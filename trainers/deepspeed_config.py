@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attention.io.precision import DTYPES
 from trainers.settings import TrainSettings
 
 ADAM_BYTES = 12  # per trained parameter: a float32 copy and two moments
@@ -27,6 +28,13 @@ WRITTEN = {
     "data_types": (),
 }  # fmt: skip
 """Settings that change the files of a training checkpoint: whole sections (), or these keys."""
+
+
+def bytes_per_trained(settings: TrainSettings) -> int:
+    """Return the bytes of a trained parameter in a training checkpoint."""
+    if settings.zero_stage == 0:  # whose weights are float32 themselves
+        return ADAM_BYTES
+    return DTYPES[settings.dtype].itemsize + ADAM_BYTES
 
 
 def config_of(settings: TrainSettings) -> dict[str, Any]:

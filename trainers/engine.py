@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainers import resharding, zero
 from trainers.adapters import add_adapters
-from trainers.deepspeed_config import ADAM_BYTES, DECAY, LAYOUT, config_of, layout_of
+from trainers.deepspeed_config import DECAY, LAYOUT, bytes_per_trained, config_of, layout_of
 from trainers.freezing import freeze_all_but_keys_and_values
 from trainers.loop import CountedLoss, LossFunction, ParameterGroup
 from trainers.recomputation import compile_layers, recompute
@@ -127,7 +127,8 @@ class TrainEngine(zero.EngineOwner):
         Where W does not divide B some workers have one row more than others: each counts by its
         rows. A `CountedLoss` is the mean over what it counts in all B rows. When the loss is not
         finite the weights are not changed, nor are they by gradients that are not: after
-        `MOST_SKIPPED` such steps in a row the loss returned is not finite either.
+        `MOST_SKIPPED` such steps in a row the loss returned is not finite either, with ZeRO 0 after
+        the first.
         """
         rank = dist.get_rank()
         torch.manual_seed(_step_seed(self.settings.seed, self.steps_done, rank))
@@ -182,11 +183,10 @@ class TrainEngine(zero.EngineOwner):
     @property
     def checkpoint_bytes(self) -> int:
         """The bytes that `save` writes, of all workers together."""
-        element = 2 if self.settings.dtype == "bfloat16" else 4
         trained = sum(
             getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad
         )
-        return trained * (element + ADAM_BYTES)
+        return trained * bytes_per_trained(self.settings)
 
     def save(self, folder: str | Path, client_state: dict[str, Any] | None = None) -> None:
         """Save weights, optimiser state, position and `client_state`, each worker its own share.

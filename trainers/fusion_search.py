@@ -117,7 +117,7 @@ def _distances(
     with closing(
         TrainEngine(relaxation.model, settings, steps, relaxation.parameter_groups())
     ) as engine:
-        with stage("training", steps, "steps") as progress:
+        with stage("training", steps, "steps") as progress, torch.random.fork_rng():
             train_model(
                 engine,
                 stream(),

@@ -8,6 +8,7 @@ Legend: B sequences per step, T tokens per sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ POLISH_TOKENS = 2048
 """Tokens of a step, about: whole sequences, one at least."""
 RATES: dict[str, float] = {"all": 1e-4, "kv": 3e-4}
 """Peak learning rates, by what is trained."""
+_MOST_SCALE = 2.0**16
+"""Of the loss of a float16 model."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,11 @@ def _divergence(original: CachedTeacher) -> LossFunction:
 
 
 class _Stepper:
-    """AdamW on float32 copies of the trained weights, with the schedule of a training."""
+    """AdamW on float32 copies of the trained weights, with the schedule of a training.
+
+    The loss of a float16 model is scaled, so that its small gradients are not lost; a scale with
+    which they overflow is halved.
+    """
 
     def __init__(
         self, model: Any, settings: TrainSettings, total: int, device: torch.device
@@ -171,15 +178,16 @@ class _Stepper:
             for p in self._trained
         ]
         self._optimizer = torch.optim.AdamW(self._masters, settings.learning_rate, weight_decay=0.0)
+        self._scale = _MOST_SCALE if any(p.dtype == torch.float16 for p in self._trained) else 1.0
 
     def step(self, batch: Tensor, loss_fn: LossFunction) -> float:
-        loss = loss_fn(self._model, batch.to(self._device))
-        loss.backward()
-        for master, parameter in zip(self._masters, self._trained, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float()
-                parameter.grad = None
-        torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)
+        loss, norm = self._gradients(batch, loss_fn)
+        while self._scale > 1 and math.isfinite(loss) and not math.isfinite(norm):
+            self._scale /= 2
+            loss, norm = self._gradients(batch, loss_fn)
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            return math.nan
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.rate(self._done, self._total)
         self._optimizer.step()
@@ -189,4 +197,15 @@ class _Stepper:
                 if master is not parameter:
                     parameter.copy_(master)
         self._done += 1
-        return loss.item()
+        return loss
+
+    def _gradients(self, batch: Tensor, loss_fn: LossFunction) -> tuple[float, float]:
+        """Give the float32 copies their clipped gradients; return the loss and the norm before."""
+        loss = loss_fn(self._model, batch.to(self._device))
+        (loss * self._scale).backward()
+        for master, parameter in zip(self._masters, self._trained, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float() / self._scale
+                parameter.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)
+        return loss.item(), norm.item()

@@ -180,10 +180,10 @@ class _Stage(WorkerShare):
             loss = self.evaluate(collapsed).loss
         self.lap()
         if self.rank == 0:
+            grouping_steps = 0 if self.plan is None else self.spec.regroup_steps
             outcome = {
                 "steps": steps,
-                "tokens": steps * self.tokens_a_step,
-                "finished": relaxation.finished(),
+                "tokens": (steps + grouping_steps) * self.tokens_a_step,
                 "loss": loss,
                 "metrics": metrics,
                 "remaining": remaining,
@@ -240,9 +240,10 @@ class _Stage(WorkerShare):
         return engine.steps_done
 
     def _on_step(self, engine: TrainEngine, relaxation: Relaxation, step: int, loss: float) -> None:
-        self.last_loss = loss
+        self.last_loss = loss - float(relaxation.last_penalty)
         if step % max(1, self.spec.steps // HISTORY_POINTS) == 0:
-            self.history.append({"step": step, "train_loss": loss, **relaxation.metrics()})
+            metrics = relaxation.metrics()
+            self.history.append({"step": step, "train_loss": self.last_loss, **metrics})
         due = self.timer.due()
         if self.job.checkpoint_minutes is None:
             due = due or step % self.spec.save_every == 0

@@ -300,15 +300,15 @@ class TrainSettings(StrictModel):
     @property
     def device_batch_size(self) -> int:
         """Sequences that one worker holds in memory at once."""
-        return self.micro_batch_size or self._share
+        return self.micro_batch_size or self.worker_batch_size
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Forward and backward passes of one worker in a step."""
-        return math.ceil(self._share / self.device_batch_size)
+        return math.ceil(self.worker_batch_size / self.device_batch_size)
 
     @property
-    def _share(self) -> int:
+    def worker_batch_size(self) -> int:
         """Sequences of a step that one worker has at most."""
         return math.ceil(self.batch_size / self.num_workers)
 

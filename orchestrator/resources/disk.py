@@ -25,7 +25,7 @@ from orchestrator.config.schema import SearchConfig, TextSection
 from orchestrator.resources.size import SearchInputs, Size, inner_size
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import disk_free, storage_path
-from trainers.deepspeed_config import ADAM_BYTES
+from trainers.deepspeed_config import bytes_per_trained
 from trainers.freezing import key_value_parameters
 from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
@@ -222,7 +222,7 @@ def checkpoint_bytes(
         tuned = min(size.total, g.num_layers * train.lora_rank * widths)
     if train.tuning == "kv" and not whole:
         tuned = key_value_parameters(g)
-    return tuned * (DTYPES[train.dtype].itemsize + ADAM_BYTES)
+    return tuned * bytes_per_trained(train)
 
 
 def lifted_bytes(inputs: SearchInputs) -> int:

@@ -22,7 +22,7 @@ _KNOBS = (
     Knob(
         "distillation_weight",
         "float",
-        "its share of the loss; 1 leaves language modelling out",
+        "with distillation: its share of the loss; 1 leaves language modelling out",
         0.01,
         1.0,
     ),
@@ -37,14 +37,14 @@ _KNOBS = (
 )
 
 
-@RECOVERY.part("full", source="continued pre-training of all weights", knobs=_KNOBS)
+@RECOVERY.part("full", source="continued pre-training", knobs=_KNOBS)
 def full(
     *,
     distillation: str = AS_CONFIGURED,
     distillation_weight: float = 0.5,
     decay: str = AS_CONFIGURED,
 ) -> dict[str, Any]:
-    """All weights train."""
+    """All weights train, or those that `train.tuning` names."""
     changes: dict[str, Any] = {}
     if distillation != AS_CONFIGURED:
         changes |= {"distillation": distillation, "distillation_weight": distillation_weight}

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from attention.calibration.moments import LayerStatistics
 from attention.conversion.alignment.grams import CRITERION, head_gram, pair_similarity
-from attention.geometry import HeadGeometry, RotaryLayout
+from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from search_spaces.axes import SIMILARITY
-from search_spaces.similarity.projections import projection
+from search_spaces.similarity.projections import layout_of_side
 
 
 @SIMILARITY.part(
@@ -38,6 +38,5 @@ def aligned(
         raise ValueError(
             "similarity=aligned needs calibration statistics; calibrate the model first"
         )
-    width = projection(heads, side)[0].shape[1]
-    layout = geometry.rotary if side == "key" else RotaryLayout.none(width)
+    layout = layout_of_side(heads, geometry, side)
     return pair_similarity(head_gram(heads, statistics, side, criterion), criterion, layout)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.calibration.moments import LayerStatistics
+from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads
 
 
@@ -23,6 +24,13 @@ def projection(heads: LayerHeads, side: str) -> tuple[Tensor, Tensor | None]:
     if side == "value":
         return heads.v, heads.v_bias
     raise ValueError(f"side must be 'key' or 'value', got {side!r}")
+
+
+def layout_of_side(heads: LayerHeads, geometry: HeadGeometry, side: str) -> RotaryLayout:
+    """Return the rotary pairs of the heads of a side; values have none."""
+    if side == "key":
+        return geometry.rotary
+    return RotaryLayout.none(projection(heads, side)[0].shape[1])
 
 
 def activations(

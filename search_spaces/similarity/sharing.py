@@ -16,10 +16,10 @@ from torch import Tensor
 
 from attention.calibration.moments import LayerStatistics
 from attention.conversion.alignment.grams import head_gram, pair_similarity
-from attention.geometry import HeadGeometry, RotaryLayout
+from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.plan import AttentionPlan
-from search_spaces.similarity.projections import projection
+from search_spaces.similarity.projections import layout_of_side
 from search_spaces.site import SIDES
 
 _TOKENS = 4096
@@ -60,9 +60,7 @@ def pair_cosines(
     if inputs.dim() == 3 and len(inputs):
         statistics = replace(statistics, inputs=inputs[: max(1, tokens // inputs.shape[1])])
     gram = head_gram(heads, statistics, side, "cos")
-    layout = (
-        geometry.rotary if side == "key" else RotaryLayout.none(projection(heads, side)[0].shape[1])
-    )
+    layout = layout_of_side(heads, geometry, side)
     raw = torch.einsum("ijdd->ij", gram)
     return PairCosines((raw + raw.T) / 2, pair_similarity(gram, "cos", layout))
 

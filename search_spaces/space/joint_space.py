@@ -83,7 +83,7 @@ class JointSpace:
             raise ValueError("a space needs at least one kv_ratio, got none")
         wrong = [ratio for ratio in self.kv_ratios if not 0 < ratio <= 1]
         if wrong:
-            raise ValueError(f"kv_ratio must lie in (0, 1), got {wrong[0]}")
+            raise ValueError(f"kv_ratio must lie in (0, 1], got {wrong[0]}")
         if self.engine is not None:
             self.settings = self.engine.settings() | dict(self.settings)
             self.geometry = self.geometry and self.engine.limited(self.geometry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from attention.families import geometry_of
 from attention.modeling.predictions import final
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import CachedTeacher, evaluate
+from trainers.loop import TrainingDiverged
 from trainers.polish import RATES, polish, polish_rows
 
 HALF = LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))
@@ -82,8 +84,9 @@ def test_the_same_seed_gives_the_same_weights_and_another_one_others(pair: tuple
     assert not torch.equal(polished(0), polished(1))
 
 
-def test_small_steps_are_not_lost_in_bfloat16(pair: tuple[Any, Any]) -> None:
-    """Weights whose last digit is larger than a step are moved by a float32 copy of them."""
+def test_small_steps_are_not_lost_in_16_bits(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights whose last digit is larger than a step are moved by a float32 copy of them; float16 scales its loss."""
+    monkeypatch.setattr("trainers.polish._MOST_SCALE", 2.0**60)  # it has to be found
 
     def gained(dtype: torch.dtype) -> float:
         original, model = (copy.deepcopy(one).to(dtype) for one in pair)
@@ -92,7 +95,21 @@ def test_small_steps_are_not_lost_in_bfloat16(pair: tuple[Any, Any]) -> None:
         assert model.dtype == dtype
         return far - divergence(original, model)
 
-    assert gained(torch.bfloat16) > 0.5 * gained(torch.float32)
+    whole = gained(torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert gained(dtype) > 0.5 * whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gradient_that_is_not_finite_changes_no_weight(
+    pair: tuple[Any, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, model = (copy.deepcopy(one).to(dtype) for one in pair)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    with pytest.raises(TrainingDiverged):
+        polish(CachedTeacher(original), model, text(64, 1), steps=2, weights="all")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_each_sequence_goes_through_the_original_once(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

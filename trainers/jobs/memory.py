@@ -9,7 +9,6 @@ a restarted job begin with the smaller micro-batch.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +33,8 @@ def lowered(settings: TrainSettings) -> TrainSettings | None:
 
     None if it is one already.
     """
-    share = math.ceil(settings.batch_size / settings.num_workers)
-    rows = max(
-        (r for r in range(1, settings.device_batch_size // 2 + 1) if share % r == 0), default=None
-    )
+    smaller = range(1, settings.device_batch_size // 2 + 1)
+    rows = max((r for r in smaller if settings.worker_batch_size % r == 0), default=None)
     return None if rows is None else settings.model_copy(update={"micro_batch_size": rows})
 
 

@@ -96,6 +96,9 @@ class Relaxation(nn.Module, ABC):
 
     `stop_early`: end the stage as soon as `finished` says so.
 
+    Attributes:
+        last_penalty: Of the last step, as it was added to the loss.
+
     Args:
         stand_ins: Of each layer, by side ("k" or "v"), those that belong to its attention module.
     """
@@ -113,6 +116,7 @@ class Relaxation(nn.Module, ABC):
         # In a tuple of mappings, and the model in one: neither becomes a child.
         self.stand_ins = tuple(stand_ins)
         self._model = (model,)
+        self.last_penalty: Tensor | float = 0.0
         self.train(model.training)
         model.relaxation = self  # type: ignore[assignment]
 

@@ -126,12 +126,17 @@ class RelaxationSpec:
 def relaxed_objective(
     relaxation: Relaxation, loss_fn: LossFunction, step: Callable[[], int]
 ) -> LossFunction:
-    """`loss_fn` plus the penalty; `step()` returns how many steps are done."""
+    """`loss_fn` plus the penalty; `step()` returns how many steps are done.
+
+    The penalty is also `relaxation.last_penalty`.
+    """
 
     def objective(model: Any, batch: Tensor, rows: int | None = None) -> Tensor:
         now = step()
         relaxation.begin(now)
-        return loss_fn(model, batch, rows) + relaxation.penalty(now)
+        penalty = relaxation.penalty(now)
+        relaxation.last_penalty = penalty.detach()
+        return loss_fn(model, batch, rows) + penalty
 
     if isinstance(loss_fn, CountedLoss):
         return CountedLoss(objective, loss_fn.count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from attention.calibration.sizes import Mixed
 from attention.calibration.store import Calibration
+from attention.checkpoint import Checkpoint
 from attention.conversion.relaxation_knobs import too_few_steps
 from attention.io.targets import target
-from attention.plan import AttentionPlan
+from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import DECODE, PER_GPU, SearchConfig
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibration import checkpoint_calibration
@@ -28,6 +29,7 @@ from orchestrator.tracking.sync import MlflowSync
 from search_spaces.recipes.recipe import Recipe
 from search_spaces.relaxation.stages import SETUP_KNOBS
 from trainers.jobs.train_job import TrainJob
+from trainers.relaxations.base import is_coarser
 from trainers.relaxations.stage import RelaxationSpec
 from trainers.settings import AUTO_STRATEGY, Strategy, TrainSettings
 
@@ -177,11 +179,11 @@ class TrialContext:
     ) -> RelaxationSpec | None:
         """Return the relaxation of the trial in `folder`; None if its recipe has none."""
         steps = self.relaxation_steps(recipe)
-        return (
-            relaxation_spec(recipe, (folder / "plan.json").read_text("utf-8"), steps, settings)
-            if steps
-            else None
-        )
+        if not steps:
+            return None
+        kv_map = Checkpoint.open(self.model).geometry.kv_map
+        plan = (folder / "plan.json").read_text("utf-8")
+        return relaxation_spec(recipe, plan, steps, settings, kv_map)
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,11 @@ def training_job(
 
 
 def relaxation_spec(
-    recipe: Recipe, plan: str, steps: int, settings: TrainSettings | None = None
+    recipe: Recipe,
+    plan: str,
+    steps: int,
+    settings: TrainSettings | None = None,
+    kv_map: Sequence[int] | None = None,
 ) -> RelaxationSpec:
     """Return the relaxation of a recipe towards a plan, its steps shared evenly by its stages.
 
@@ -286,8 +292,15 @@ def relaxation_spec(
         steps: At most.
         settings: Of the trial's training, of which the recipe may change batch and rate for the
             relaxation.
+        kv_map: Of the checkpoint; stages that would fuse no more than it does are left out.
     """
     plans = recipe.apply("relaxation", AttentionPlan.from_json(plan))
+    if kv_map is not None:
+        goal = plans[-1]
+        layers = (LayerPlan(tuple(kv_map), tuple(kv_map)),) * goal.num_layers
+        start = replace(goal, layers=layers)
+        coarser = (p for p in plans[:-1] if p.layers != layers and is_coarser(start, p))
+        plans = (*coarser, goal)
     knobs = recipe.knobs("relaxation")
     changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
     changed_settings = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from small_searches import small_search
 from attention.conversion.convert import lift
 from attention.families import geometry_of
 from attention.io import checkpoint
+from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.execution import relaxation_start
 from orchestrator.pipeline import search
@@ -120,6 +122,21 @@ def test_a_fusion_stage_of_its_own_schedule_may_take_all_steps(
     chosen = recipe("dha", **{"relaxation.fraction": 1.0, "relaxation.own_schedule": True})
     rest = training_job(context, tmp_path, Candidate(chosen, 0.5, 1e-3), "t1").after_relaxation("collapsed")
     assert (rest.milestones, rest.schedule_steps, rest.schedule_offset) == ((0,), 0, 0)
+
+
+def test_stages_begin_from_the_checkpoint_s_groups() -> None:
+    """Two of 16 query heads read each of its key heads: stages of two heads would fuse nothing."""
+    plan = AttentionPlan((LayerPlan((0,) * 8 + (1,) * 8, (0,) * 8 + (1,) * 8),), 4).to_json()
+    dha = recipe("dha", **{"relaxation.halving": True})
+
+    def sizes(kv_map: Sequence[int] | None) -> list[int]:
+        spec = relaxation_spec(dha, plan, 60, kv_map=kv_map)
+        return [AttentionPlan.from_json(text).layers[0].key_heads for text in spec.plans]
+
+    assert sizes(None) == sizes(range(16)) == [8, 4, 2]
+    assert sizes([head // 2 for head in range(16)]) == [4, 2]
+    assert sizes([head // 8 for head in range(16)]) == [2]
+    assert sizes([head // 3 for head in range(15)] + [4]) == [2], "no stage divides a stored head"
 
 
 def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_model) -> None:

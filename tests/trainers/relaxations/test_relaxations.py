@@ -104,6 +104,18 @@ def test_at_step_0_it_is_the_checkpoint(part: Part, family: str, tiny_model: Any
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda p: p.name)
+def test_what_it_adds_to_the_loss_is_known(part: Part, tiny_model: Any, ids: Tensor) -> None:
+    relaxation = made(part, tiny_model("llama"))
+    optimise(relaxation, ids, 3)
+    relaxation.model.train()
+    loss = relaxed_objective(relaxation, objective(), lambda: STEPS // 2)(relaxation.model, ids).item()
+    added = float(relaxation.last_penalty)
+    assert (added != 0) == (part.name != "pull_together")
+    plain = objective()(relaxation.model, ids).item()
+    assert loss - added == pytest.approx(plain, abs=1e-6 * (10 + abs(added)))
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda p: p.name)
 def test_it_starts_from_any_given_heads(part: Part, tiny_model: Any, ids: Tensor) -> None:
     grouped = tiny_model("llama", num_key_value_heads=2, attention_bias=True)
     model = lifted(grouped)
