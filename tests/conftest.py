@@ -285,6 +285,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def user_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test reads or writes the user's cache and searches; other processes have the same folders."""
+    for name in ("HEADFOLD_CACHE", "HEADFOLD_HOME"):
+        os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _two_cores() -> None:
     """Tests run in parallel with each other and with Ray workers: one thread each is faster than competing ones."""
     torch.set_num_threads(1)

@@ -49,6 +49,7 @@ def test_its_checkpoint_is_loaded_saved_and_exported(
     exported = half.export("gqa", tmp_path / "exported")
     assert exported.path == tmp_path / "exported" and exported["exact"]
     assert "gqa, exact" in repr(exported)
+    assert (half.export("gguf").path / "model.gguf").is_file()
     eval_options = {"eval_tokens": 512, "sequence_length": 64, "device": "cpu", "speed_tokens": 0}
     measured = headfold.evaluate(stored, demo_dir, little_text, **eval_options)
     assert measured["loss"] == pytest.approx(half["loss"], abs=1e-3)

@@ -91,6 +91,7 @@ def test_adam_gives_way_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return config_of(TrainSettings(zero_stage=2, deepspeed=settings))["optimizer"]["params"]["torch_adam"]
 
     offload = {"offload_optimizer": {"device": "cpu"}}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert is_torchs(zero_optimization=offload)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert is_torchs() and is_torchs(zero_optimization={"offload_optimizer": {"device": "none"}})
@@ -105,6 +106,7 @@ def test_adam_is_fused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         settings = TrainSettings(device=device, deepspeed={"optimizer": {"params": params}})
         return config_of(settings)["optimizer"]["params"].get("fused")
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert fused() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert fused() is True

@@ -50,7 +50,7 @@ def test_a_bad_input_is_refused_and_nothing_is_lost(
 ) -> None:
     if bad.without_gpu and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    for name in ("HOME", "XDG_CACHE_HOME", "HEADFOLD_HOME"):
+    for name in ("HOME", "XDG_CACHE_HOME", "HEADFOLD_CACHE", "HEADFOLD_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # as in a process of the command's own
     for name in ("HEADFOLD_TRACEBACK", "RAY_ADDRESS"):

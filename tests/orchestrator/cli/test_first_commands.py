@@ -239,7 +239,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Path:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.what for row in ROWS])
 def test_a_first_command(row: Row, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HOME", "XDG_CACHE_HOME", "HEADFOLD_HOME"):
+    for name in ("HOME", "XDG_CACHE_HOME", "HEADFOLD_CACHE", "HEADFOLD_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # as in a process of the command's own
     folder = fresh_copy(template, tmp_path / "folder")

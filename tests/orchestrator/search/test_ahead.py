@@ -224,8 +224,16 @@ def test_what_is_under_way_ends_with_the_trials(session: Any, tasks: Tasks) -> N
 def test_nothing_is_ahead_without_gpus_or_with_zero(session: Any, tasks: Tasks) -> None:
     plan_ahead, _ = searching(session)
     assert plan_ahead.limit == 1
+
+    def limit() -> int:
+        return PlanAhead(session, plan_ahead._searcher, plan_ahead._history, NAMED).limit
+
+    session.config.resources.plan_ahead = 0
+    assert limit() == 0
+    session.config.resources.plan_ahead = 2
+    assert limit() == 2
     session.context.task = None
-    assert PlanAhead(session, plan_ahead._searcher, plan_ahead._history, NAMED).limit == 0
+    assert limit() == 0
 
 
 def test_nodes_are_reserved_for_later_trials_and_no_longer(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:

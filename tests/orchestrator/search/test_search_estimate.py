@@ -99,7 +99,8 @@ def test_hours_and_price_follow_the_rate(tmp_path: Path) -> None:
     assert of(config_of("demo"), tmp_path, parallel=2).hours == pytest.approx(fast.hours / 2)
 
 
-def test_gpus_that_are_named_are_those_of_another_machine() -> None:
+def test_gpus_that_are_named_are_those_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     config = config_of("demo", "train.gpus_per_worker=1", "resources.trial_gpus=0", "resources.max_concurrent=auto")
     assert local_parallel(config) == 1
     assert local_parallel(config, 8) == local_parallel(config, 8, "H100") == 8

@@ -166,7 +166,7 @@ def test_a_text_is_trained_on_once_unless_more_is_requested(demo_dir: Path, tmp_
     check(3, 0, max_epochs=2)
 
 
-@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("config", sorted(CONFIGS.rglob("*.yaml")), ids=lambda file: file.stem)
 def test_no_configuration_of_ours_sees_a_text_twice_unasked(config: Path) -> None:
     check_epochs(read_search_config(config))
 

@@ -232,7 +232,7 @@ def test_a_lost_machine_is_replaced_from_a_bucket(s3: str, work: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_bucket_that_cannot_be_written_is_refused(s3: str) -> None:
+def test_a_bucket_that_cannot_be_written_is_refused(s3: str, tmp_path: Path) -> None:
     missing = s3.replace("headfold-test", "headfold-none").replace("&allow_bucket_creation=true", "")
     with pytest.raises(ConfigError, match=re.escape(f"cannot write to {missing.partition('?')[0]}: ")):
-        Mirror.of(missing, Path("/tmp"))
+        Mirror.of(missing, tmp_path)

@@ -24,7 +24,7 @@ from search_spaces.axes import GROUPING, OBJECTIVE
 from search_spaces.grouping.problem import GroupingProblem
 from search_spaces.partitions import random_partition
 from search_spaces.planning.planner import PlanningContext, make_plan
-from search_spaces.recipes.catalogue import RECIPES, Recipe, recipe
+from search_spaces.recipes.catalogue import Recipe, recipe
 from search_spaces.site import Site
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -363,8 +363,3 @@ def test_random_partitions_are_uniform_over_seeds() -> None:
     drawn = [random_partition(4, 2, rng) for _ in range(600)]
     counts = [drawn.count(p) for p in sorted(set(drawn))]
     assert len(counts) == 3 and min(counts) > 150
-
-
-def test_recipes_read_only_registered_names() -> None:
-    for named in RECIPES.values():
-        assert named.parts()["grouping"].name in GROUPING.names()

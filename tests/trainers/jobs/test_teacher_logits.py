@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from test_carrying import PLAN, Alone
-from worker_groups import several_workers
 
 from trainers.jobs import teacher_logits
 from trainers.jobs.run import run_job
@@ -86,12 +85,6 @@ def test_a_training_has_the_same_losses_from_disk_and_no_teacher(
 def test_bild_needs_all_logits() -> None:
     with pytest.raises(ValueError, match="teacher_logits cached has no logits for kl_bild"):
         TrainSettings(distillation="kl_bild", teacher_logits="cached")
-
-
-@pytest.fixture(scope="module")
-def on_all() -> Iterator[Callable[..., list[Any]]]:
-    with several_workers() as on_all:
-        yield on_all
 
 
 def kept_by(rank: int, job: TrainJob) -> tuple[str, list[list[float]]]:

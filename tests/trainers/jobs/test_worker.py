@@ -168,7 +168,7 @@ def test_divergence_reaches_the_caller_at_once(job: TrainJob, on_group: Any) -> 
         extended(0, "float32"),
         extended(1, "float32"),
         extended(2, "bfloat16"),
-        extended(3, "float32"),
+        (3, "float32"),
         extended(3, "bfloat16"),
     ],
 )

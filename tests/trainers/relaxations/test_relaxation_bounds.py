@@ -197,8 +197,10 @@ def draw_together(relaxation: Any, factor: float) -> None:
 @pytest.mark.parametrize("family", sorted(families()))
 def test_step_0_of_every_family(part: Part, family: str, tiny_model: Any, ids: Tensor) -> None:
     model = tiny_model(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     relaxation = made(part, model)
     assert relaxation.model.dtype == torch.float32
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     # PostShare adds two products where the checkpoint has one
     torch.testing.assert_close(logits(relaxation.model, ids), logits(model, ids), atol=5e-5, rtol=0)
 
