@@ -23,7 +23,7 @@ from benchmarks.report import Row, Scale, benchmark
 from orchestrator.config.schema import SearchConfig, parse_config
 from orchestrator.promotion import gate
 from orchestrator.promotion.state import BaselineModel, PromotionEntry, TrainedModel
-from orchestrator.resources.processes import Need, Needs
+from orchestrator.resources.processes import TRAINING_WORKER, Need, Needs
 from orchestrator.search import prepare
 from orchestrator.search.trials.context import training_job
 from orchestrator.search.trials.untrained import untrained_facts
@@ -114,9 +114,10 @@ def run(model: Path, place: Path, *, large: bool = False) -> Iterator[Step]:
     split = training_job(context, trial, candidate, "split")
     settings = split.settings.model_copy(update={"num_workers": 1, "batch_size": split.settings.batch_size // 2})
     alone = replace(split, settings=settings, run_name="alone", out_dir=str(place / "alone-trained"))
-    _, step = limited("one worker", needs.training_memory.need("training worker", settings), train, alone, width=2)
+    need = needs.memory_of_workers(TRAINING_WORKER).need(TRAINING_WORKER, settings)
+    _, step = limited("one worker", need, train, alone, width=2)
     yield step
-    report, step = limited("training worker", by_name["training worker"], train, split, ranks=2, width=2)
+    report, step = limited("training worker", by_name[TRAINING_WORKER], train, split, ranks=2, width=2)
     yield step
     loss = report["metrics"]["loss"]
     entry = PromotionEntry("trial", candidate.recipe.name, 0.25, 1)

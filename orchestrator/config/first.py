@@ -65,6 +65,7 @@ class FirstConfig:
         smoke: Whether this is the short file.
         small: Whether it takes less disk: one KV ratio, one learning rate, nothing that the
             searcher draws, fewer measurements, at each of which weights are saved.
+        little_memory: Whether one trial trains at a time, one sequence at once.
     """
 
     model: str
@@ -78,6 +79,7 @@ class FirstConfig:
     storage: str = "runs"
     smoke: bool = False
     small: bool = False
+    little_memory: bool = False
 
     def text(self) -> str:
         """Return the YAML, with a comment on the reason for each choice.
@@ -305,7 +307,8 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
         hardware, large = self.hardware, self.parameters >= BILLION
         half = hardware.gpus > 0 or hardware.cpu_bfloat16
         lines = [f"dtype: {'bfloat16' if half else 'float32'}"]
-        lines += ["micro_batch_size: 1", "activation_checkpointing: true"] * large
+        lines += ["micro_batch_size: 1"] * (large or self.little_memory)
+        lines += ["activation_checkpointing: true"] * large
         if not self.trains_all_weights:
             room = f"{hardware.gpus} x {hardware.gpu_bytes / 2**30:.0f} GiB"
             lines.append(f"tuning: lora    # all weights and Adam's moments do not fit {room}")
@@ -335,7 +338,8 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
 
     def resources(self) -> str:
         if not self.hardware.gpus:
-            return ""
+            alone = "\nresources:\n  max_concurrent: 1    # two trials do not fit the memory here\n"
+            return alone if self.little_memory else ""
         return (
             "\nresources:\n  trial_gpus: 1    # planning and measuring; free again while the "
             "workers train\n"

@@ -66,12 +66,12 @@ def context_lengths(text: str, max_positions: int) -> list[int]:
         lengths = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise ConfigError(
-            f"context lengths: expected `max` or numbers such as 256,512, got {text!r}"
+            f"context_lengths: expected `max` or numbers such as 256,512, got {text!r}"
         ) from None
     if not lengths[0] >= SHORTEST or lengths[-1] > max_positions:
         wrong = lengths[0] if lengths[0] < SHORTEST else lengths[-1]
         raise ConfigError(
-            f"context lengths: must lie in [{SHORTEST}, {max_positions}] (all that the model "
+            f"context_lengths: must lie in [{SHORTEST}, {max_positions}] (all that the model "
             f"takes), got {wrong}"
         )
     return lengths
@@ -117,12 +117,7 @@ class Needles:
         Raises:
             ConfigError: Where the vocabulary has too few words.
         """
-        words = _words(tokenizer)
-        if len(words) < 2 * CANDIDATES:
-            raise ConfigError(
-                f"context lengths: the vocabulary has {len(words)} words of one token, needed are "
-                f"{2 * CANDIDATES} to hide lines with; measure this model without --context-lengths"
-            )
+        words = check_words(tokenizer)
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)
@@ -176,6 +171,21 @@ class Needles:
             "margin_stderr": margins.std().item() / math.sqrt(len(margins)),
             "contexts": len(contexts),
         }
+
+
+def check_words(tokenizer: Any) -> list[int]:
+    """Return the words of one token to hide lines with.
+
+    Raises:
+        ConfigError: For too few.
+    """
+    words = _words(tokenizer)
+    if len(words) < 2 * CANDIDATES:
+        raise ConfigError(
+            f"context_lengths: the vocabulary has {len(words)} words of one token, needed are "
+            f"{2 * CANDIDATES} to hide lines with; measure this model without context lengths"
+        )
+    return words
 
 
 def _words(tokenizer: Any) -> list[int]:

@@ -42,7 +42,12 @@ from orchestrator.search.leftovers import best_of_recipe, finalists, select
 from orchestrator.search.prepare import check_texts, trial_context
 from orchestrator.search.setup import open_models
 from orchestrator.search.trials.context import SearchControl, SearchSession
-from orchestrator.search.validation import rehearse_search, validate_search
+from orchestrator.search.validation import (
+    check_epochs,
+    check_gpus,
+    rehearse_search,
+    validate_search,
+)
 from orchestrator.search.waiting import report_waiting
 from orchestrator.storage.journal import load_trials
 from orchestrator.storage.json_files import read_if_there, read_json
@@ -84,6 +89,7 @@ def promote_search(
     folder, config, chosen = _request(search, ids, top, settings)
     config = open_models(config)
     prepared = validate_search(config)
+    _check_training(config)
     with (
         mirrored(folder.address or str(folder.storage), folder.storage, side=sync_from) as mirror,
         SearchLock(folder.lock).acquire(f"search {folder.root.name!r}") as lock,
@@ -136,6 +142,7 @@ def rehearse_promotion(
     folder, config, chosen = _request(search, trials, top, overrides)
     config = open_models(config, weights=False)
     prepared = rehearse_search(config)
+    _check_training(config)
     state = PromotionState.load(folder.promotion)
     total = config.rungs.steps[-1] + config.promotion.steps
     _add_entries(state, load_trials(folder.root), chosen, config, total)
@@ -173,7 +180,8 @@ def _request(
     config = _stored_config(folder, overrides)
     records = load_trials(folder.root)
     _check_ended(folder, records)
-    return folder, config, _chosen(records, list(trials), top, config)
+    stored = _stored_config(folder, ())
+    return folder, config, _chosen(records, list(trials), top, config, stored)
 
 
 def _search_run(folder: SearchFolder) -> TrackedRun:
@@ -217,6 +225,20 @@ def _stored_config(folder: SearchFolder, overrides: Iterable[str]) -> SearchConf
     return parse_config(record, where=str(folder.snapshot))
 
 
+def _check_training(config: SearchConfig) -> None:
+    """Raise ConfigError where the text does not suffice for the promotion, or GPUs would idle."""
+    promotion = config.promotion.model_copy(update={"enabled": True})
+    config = config.model_copy(update={"promotion": promotion})
+    check_gpus(config)
+    try:
+        check_epochs(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; for a search that has run, fewer promotion.steps, or another text "
+            "(promotion.data) with enough of promotion.data.tokens"
+        ) from None
+
+
 def _check_ended(folder: SearchFolder, records: Sequence[TrialRecord]) -> None:
     """Raise ConfigError unless a trial of the search can be promoted."""
     missing = [file.name for file in (folder.original, folder.state) if not file.is_file()]
@@ -229,9 +251,17 @@ def _check_ended(folder: SearchFolder, records: Sequence[TrialRecord]) -> None:
 
 
 def _chosen(
-    records: Sequence[TrialRecord], ids: list[str], top: int | None, config: SearchConfig
+    records: Sequence[TrialRecord],
+    ids: list[str],
+    top: int | None,
+    config: SearchConfig,
+    stored: SearchConfig,
 ) -> list[TrialRecord]:
-    """Return the trials of these ids, or those that the configuration selects."""
+    """Return the trials of these ids, or those that the configuration selects.
+
+    Args:
+        stored: The configuration of the search, by which weights were kept.
+    """
     usable = {trial.trial_id: trial for trial in records if trial.usable}
     copies = {t.trial_id: t.copy_of for t in records if t.copy_of is not None}
     for trial_id in ids:
@@ -245,8 +275,8 @@ def _chosen(
     chosen = [usable[trial_id] for trial_id in ids] or select(records, how, top or section.top)
     if top is not None:
         _note_fewer(usable.values(), top)
-    if section.keep_weights == "finalists":
-        available = finalists(records, config)
+    if stored.promotion.keep_weights == "finalists":
+        available = finalists(records, stored)
         if missing := [trial.trial_id for trial in chosen if trial.trial_id not in available]:
             raise ConfigError(
                 f"{'--trial' if ids else '--top'}: the weights of {', '.join(missing)} were not "

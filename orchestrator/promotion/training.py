@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import ray
 
 from orchestrator.cluster.session import last_error, prepare_process
+from orchestrator.resources.processes import PROMOTION_WORKER
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import SearchSession
 from orchestrator.storage.json_files import read_json
@@ -96,7 +97,7 @@ class Training:
         settings = TrainSettings.model_validate(
             trial_settings.model_dump() | defaults | section.train
         )
-        settings = context.recomputing(settings, "promotion worker")
+        settings = context.recomputing(settings, PROMOTION_WORKER)
         same_layout = layout_of(settings) == layout_of(trial_settings)
         start = StartPoint.of(trial, candidate, session, same_layout=same_layout)
         steps = [step - start.offset for step in milestones(start.step, total, section.evaluations)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +20,12 @@ from transformers import PretrainedConfig
 
 from attention.base.text import gib
 from attention.calibration.sizes import FREE_SHARE, Mixed, layer_bytes, most_exact
-from attention.families import geometry_of
 from attention.io.precision import DTYPES
 from orchestrator.config.schema import SearchConfig, TextSection
-from orchestrator.resources.size import SearchInputs, Size, inner_size
+from orchestrator.resources.size import SearchInputs, Size, trained_parameters
 from orchestrator.storage.mirror import is_remote
 from orchestrator.storage.paths import disk_free, storage_path
 from trainers.deepspeed_config import bytes_per_trained
-from trainers.freezing import key_value_parameters
 from trainers.jobs.checkpoints import KEEP
 from trainers.settings import TrainSettings
 
@@ -215,14 +214,8 @@ def checkpoint_bytes(
     Args:
         whole: Whether all weights are trained, whatever the settings say.
     """
-    g, tuned = geometry_of(model), size.total
-    if train.tuning == "lora" and not whole:
-        inner = inner_size(model)
-        widths = 4 * (g.hidden_size + g.num_heads * g.head_dim) + 3 * (g.hidden_size + inner)
-        tuned = min(size.total, g.num_layers * train.lora_rank * widths)
-    if train.tuning == "kv" and not whole:
-        tuned = key_value_parameters(g)
-    return tuned * bytes_per_trained(train)
+    trained = size.total if whole else trained_parameters(model, size, train)
+    return trained * bytes_per_trained(train)
 
 
 def lifted_bytes(inputs: SearchInputs) -> int:
@@ -261,11 +254,25 @@ def _ahead(config: SearchConfig) -> int:
 def _finalists(inputs: SearchInputs) -> int:
     """Return the number of trials whose training checkpoint stays.
 
-    These are the candidates of a promotion, and a baseline, at each KV ratio.
+    These are the candidates of a promotion, and a baseline at each KV ratio.
     """
-    ratios = len({candidate.kv_ratio for candidate in inputs.candidates})
+    ratios = {candidate.kv_ratio for candidate in inputs.candidates}
+    return len(ratios) + most_promoted(inputs, ratios)
+
+
+def most_promoted(inputs: SearchInputs, ratios: Collection[float]) -> int:
+    """Return how many candidates a promotion takes at most.
+
+    Args:
+        ratios: The KV ratios of the trials.
+    """
     promotion = inputs.config.promotion
-    return ratios * (1 + (1 if promotion.select == "front" else promotion.top))
+    if promotion.select != "front":
+        return len(ratios) * promotion.top
+    if len(inputs.config.objectives) > 2 or inputs.config.search.num_samples:
+        return len(inputs.candidates) + inputs.config.search.num_samples
+    # One of each size, which a recipe may not use up to its KV ratio
+    return len({candidate.used_ratio for candidate in inputs.candidates})
 
 
 def _paused(config: SearchConfig, trials: int, relaxing: int) -> int:

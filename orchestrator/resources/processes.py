@@ -22,7 +22,6 @@ from attention.base.text import gib
 from attention.calibration.sizes import Mixed
 from attention.families import geometry_of
 from attention.geometry import HeadGeometry
-from attention.io.layers.windows import empty, layer_prefix, window_config
 from attention.io.piecewise import SHARD
 from attention.io.precision import DTYPES
 from attention.modeling.predictions import most_logit_bytes, positions_at_once
@@ -44,11 +43,10 @@ from orchestrator.resources.size import (
     inner_size,
     layer_values,
     lifted_weights,
+    trained_parameters,
 )
-from trainers.adapters import adaptable
 from trainers.deepspeed_config import config_of, sums_in_float32
 from trainers.evaluation import TEACHER_BYTES
-from trainers.freezing import key_value_parameters
 from trainers.settings import TrainSettings
 
 # Resident memory of a worker's libraries: torch, transformers, DeepSpeed, Ray
@@ -59,10 +57,11 @@ OF_ZERO = {
     "stage3_max_live_parameters": 1_000_000_000, "stage3_prefetch_bucket_size": 50_000_000,
 }  # fmt: skip
 """DeepSpeed's defaults, in numbers, of what it gathers, sends and steps at once."""
+TRAINING_WORKER, PROMOTION_WORKER = "training worker", "promotion worker"
 TRAININGS = {
-    "training worker": "train",
+    TRAINING_WORKER: "train",
     "search phase of DHA": "train",
-    "promotion worker": "promotion.train",
+    PROMOTION_WORKER: "promotion.train",
 }
 """The processes that train, and the section of the configuration that each is configured in."""
 Parts = dict[str, int]
@@ -210,7 +209,7 @@ class TrainingMemory:
         width = DTYPES[train.dtype].itemsize
         on_gpu = train.gpus_per_worker > 0
         zero = _zero(train)
-        trained = self._trained(train)
+        trained = trained_parameters(self.model, self.size, train)
         share = {
             name: train.num_workers if train.zero_stage >= stage else 1
             for name, stage in _ZERO_STAGES.items()
@@ -291,19 +290,6 @@ class TrainingMemory:
             "logits": most_logit_bytes(g.vocab_size, tokens, memory) + slope,
         }
 
-    def _trained(self, train: TrainSettings) -> int:
-        """Numbers that are trained."""
-        if train.tuning == "full":
-            return self.size.total
-        if train.tuning == "kv":
-            return key_value_parameters(self.geometry)
-        with torch.device("meta"):
-            layer = empty(window_config(self.model, 0, 2), torch.float32, torch.device("meta"))
-        prefix = layer_prefix(layer)
-        adapted: list[Any] = [m for name, m in adaptable(layer).items() if name.startswith(prefix)]
-        sides = sum(sum(module.weight.shape) for module in adapted)
-        return train.lora_rank * int(sides) * self.geometry.num_layers
-
     @property
     def _layer_products(self) -> int:
         """Numbers per token that the matrix products and the attention of a layer result in."""
@@ -332,8 +318,8 @@ class Needs:
         """Return the needs of the processes that load a model, and of the driver."""
         needs = [self.driver(), self.original(), self.planning(), *self.trainings()]
         if any(conversion.search_phase for conversion in self.conversions):
-            settings = self._resolved("training worker", self.config.train)
-            needs.append(self.training_memory.search_phase(settings))
+            settings = self.resolved(TRAINING_WORKER, self.config.train)
+            needs.append(self.memory_of_workers(TRAINING_WORKER).search_phase(settings))
         return [*needs, self.gate()] if self.config.promotion.enabled else needs
 
     def refusals(self) -> list[str]:
@@ -344,6 +330,8 @@ class Needs:
         assert need.accelerator_type is not None
         of_trials = need.process not in TRAININGS and self.config.resources.trial_accelerator_type
         key = f"resources.{'trial_accelerator_type' if of_trials else 'accelerator_type'}"
+        if need.process == PROMOTION_WORKER and self.config.promotion.resources.accelerator_type:
+            key = "promotion.resources.accelerator_type"
         share = f" and {need.share:g} of it is requested" if need.share < 1 else ""
         larger = [kind for kind in GIGABYTES if (memory_of(kind) or 0) >= need.total]
         larger_type = (
@@ -398,20 +386,20 @@ class Needs:
         """Return the needs of the workers of trials and promotion, with the most costly recipe."""
         needs: list[Need] = []
         for process, train in self._trained_by():
-            settings = self.inputs.trainings(self._resolved(process, train))
-            each = (self.training_memory.need(process, one) for one in settings)
+            settings = self.inputs.trainings(self.resolved(process, train))
+            each = (self.memory_of_workers(process).need(process, one) for one in settings)
             needs.append(max(each, key=lambda need: need.total))
         return needs
 
-    def _resolved(self, process: str, train: TrainSettings) -> TrainSettings:
+    def resolved(self, process: str, train: TrainSettings) -> TrainSettings:
         """Return settings with what `activation_checkpointing` comes to."""
         return train.model_copy(update={"activation_checkpointing": self.recomputations[process]})
 
     def _trained_by(self) -> list[tuple[str, TrainSettings]]:
         """Return the processes that train, with their settings."""
-        named: list[tuple[str, TrainSettings]] = [("training worker", self.config.train)]
+        named: list[tuple[str, TrainSettings]] = [(TRAINING_WORKER, self.config.train)]
         if self.config.promotion.enabled and self.config.promotion.steps:
-            named.append(("promotion worker", self.config.promotion_train))
+            named.append((PROMOTION_WORKER, self.config.promotion_train))
         return named
 
     @cached_property
@@ -428,17 +416,23 @@ class Needs:
         for choice in (False,) if train.compile else (False, "selective"):
             changed = train.model_copy(update={"activation_checkpointing": choice})
             trainings = self.inputs.trainings(changed)
-            needs = [self.training_memory.need(process, each) for each in trainings]
+            needs = [self.memory_of_workers(process).need(process, each) for each in trainings]
             if all(need.limit is None or need.total <= SPARE * need.limit for need in needs):
                 return choice
         return True
 
+    def memory_of_workers(self, process: str) -> TrainingMemory:
+        """Return the memory of the workers of trials, or of the promotion."""
+        return self._memory_of_workers[process == PROMOTION_WORKER]
+
     @cached_property
-    def training_memory(self) -> TrainingMemory:
-        """The memory of the workers that train."""
+    def _memory_of_workers(self) -> tuple[TrainingMemory, TrainingMemory]:
         config = self.config
-        kind = config.resources.accelerator_type
-        return TrainingMemory(self.inputs.model, config.data.sequence_length, kind)
+        kinds = config.resources.accelerator_type, config.promotion_shape.accelerator_type
+        of_trials, of_promotion = (
+            TrainingMemory(self.inputs.model, config.data.sequence_length, kind) for kind in kinds
+        )
+        return of_trials, of_promotion
 
     def gate(self) -> Need:
         """Return the need of the gate: the trained model in float32 on the CPU, then its export.

@@ -18,9 +18,9 @@ from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.resources.accelerators import conversion_rate
 from orchestrator.resources.disk import Storage
 from orchestrator.resources.memory import available_bytes
-from orchestrator.resources.processes import Need, Needs
+from orchestrator.resources.processes import TRAINING_WORKER, Need, Needs
 from orchestrator.resources.size import SPARE, SearchInputs
-from orchestrator.resources.time import planning_seconds, training_rate
+from orchestrator.resources.time import gpu_here, planning_seconds, training_rate
 from trainers.jobs.write_rate import describe_checkpoints
 
 
@@ -34,6 +34,7 @@ class SearchWork:
         trainings: Number of trainings of the promotion.
         tokens: Trained on if every rung stops as many trials as it should.
         tokens_most: Trained on if it stops none.
+        tokens_promoted: Trained on in the promotion, which the two before include.
         tokens_measured: Measured on.
         search_phases: Number of DHA's search phases, which are before the trials.
         search_phase_tokens: Trained on in all of them.
@@ -44,6 +45,7 @@ class SearchWork:
     trainings: int
     tokens: int
     tokens_most: int
+    tokens_promoted: int
     tokens_measured: int
     search_phases: int
     search_phase_tokens: int
@@ -86,8 +88,8 @@ class SearchTime:
         """Estimate the time of the work, on GPUs of a named type or those here."""
         config = inputs.config
         gpu = gpu or config.resources.accelerator_type
-        train = inputs.config.train
-        resources = inputs.config.resources
+        train = needs.resolved(TRAINING_WORKER, config.train)
+        resources = config.resources
         length, configured = config.data.sequence_length, resources.tokens_per_second
         rate, source = training_rate(inputs.model, train, length, inputs.size, configured, gpu)
         if rate is None:
@@ -101,19 +103,29 @@ class SearchTime:
             1 / 2 if any(each.distillation != "none" for each in inputs.trainings(train)) else 1 / 3
         )
         training = (work.tokens + work.tokens_measured * share) / rate / 3600
+        promoting = work.tokens_promoted / rate / 3600
+        promotion = config.promotion_train
         # Without a teacher, which is a quarter of the work of a distillation
         searching = work.search_phase_tokens / rate / 3600
         searching *= 3 / 4 if train.distillation != "none" else 1
-        planning_rate = conversion_rate(gpu) if gpu and resources.trial_gpus else None
+        planning_rate = None
+        if resources.trial_gpus and (kind := gpu or gpu_here()):
+            planning_rate = conversion_rate(kind)
         driving = (
             planning_seconds(
-                needs.conversions, inputs.size, config.search.num_samples, planning_rate
+                needs.conversions,
+                inputs.size,
+                config.search.num_samples,
+                planning_rate,
+                len(config.seeds),
             )
             / 3600
         )
-        worked = training + searching
+        worked = training - promoting + searching
         cpu_hours = worked * train.cpus_per_worker + driving * max(1.0, resources.trial_cpus)
+        cpu_hours += promoting * promotion.cpus_per_worker
         gpu_hours = worked * train.gpus_per_worker + driving * resources.trial_gpus
+        gpu_hours += promoting * promotion.gpus_per_worker
         paid_hours = gpu_hours if train.gpus_per_worker else cpu_hours
         price = resources.price_per_hour
         return cls(
@@ -121,7 +133,8 @@ class SearchTime:
             rate_from=source,
             cpu_hours=cpu_hours,
             gpu_hours=gpu_hours,
-            hours=(training / train.num_workers + driving) / parallel
+            hours=((training - promoting) / train.num_workers + driving) / parallel
+            + promoting / promotion.num_workers / max(1, min(work.trainings, parallel))
             + searching / max(1, min(work.search_phases, parallel)),
             price=None if price is None else price * paid_hours,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from orchestrator.config.schema import SearchConfig
 from search_spaces.planning.widths import with_width
 from search_spaces.recipes.recipe import AXES, Recipe
 from search_spaces.site import FUSION_DISTANCES
+from trainers.adapters import adaptable
 from trainers.evaluation import TEACHER_BYTES
 from trainers.freezing import key_value_parameters
 from trainers.polish import PolishWeights, polish_rows
@@ -330,13 +331,32 @@ def layer_values(config: PretrainedConfig) -> int:
 
 
 def inner_size(config: PretrainedConfig) -> int:
-    """Return the width of the MLP."""
+    """Return the width of the MLP; of a mixture that of the experts of a token together."""
     inner = (
         getattr(config, "intermediate_size", None)
         or getattr(config, "ffn_dim", 0)
         or 4 * geometry_of(config).hidden_size
     )
-    return int(inner)
+    if not (experts := getattr(config, "num_experts_per_tok", None)):
+        return int(inner)
+    if (of_one := getattr(config, "moe_intermediate_size", None)) is None:
+        return int(inner * experts)
+    experts += getattr(config, "n_shared_experts", None) or 0
+    return max(int(of_one * experts), int(inner))  # some layers may have an MLP
+
+
+def trained_parameters(config: PretrainedConfig, size: Size, train: TrainSettings) -> int:
+    """Return how many numbers of a model are trained."""
+    if train.tuning == "full":
+        return size.total
+    if train.tuning == "kv":
+        return key_value_parameters(geometry_of(config))
+    with torch.device("meta"):
+        layer = empty(window_config(config, 0, 2), torch.float32, torch.device("meta"))
+    prefix = layer_prefix(layer)
+    adapted: list[Any] = [m for name, m in adaptable(layer).items() if name.startswith(prefix)]
+    sides = sum(sum(module.weight.shape) for module in adapted)
+    return train.lora_rank * int(sides) * geometry_of(config).num_layers
 
 
 class PlannedConversion(NamedTuple):

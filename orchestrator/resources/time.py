@@ -77,18 +77,6 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
     g, c = conversion.geometry, conversion
     forward = 2.0 * size.active + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
     passes = 2 * forward * tokens
-    wide = (g.hidden_size + 1) ** 2
-    if "statistics" in c.recipe.needs:
-        blocks = -(-c.sequence_length // BLOCK)  # of queries, each with the keys up to its end
-        mixing = (
-            2.0
-            * g.num_heads
-            * (g.hidden_size + 1)
-            * c.sequence_length
-            * (blocks + 1)
-            / (2 * blocks)
-        )
-        passes += c.used_tokens * (forward + 2.0 * wide * (g.num_heads / 2 + 1) + mixing)
     if c.planned_on:
         passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(
             c, size, forward
@@ -108,7 +96,21 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         passes += steps * step_operations(c, size, knobs["step_tokens"])
     predicted = LOGITS * c.eval_tokens + DRAWN * c.planned_on
     work = g.num_layers * passes + 2.0 * predicted * size.embedding
-    return work + polish_operations(c, size, forward)
+    return work + statistics_operations(c, size) + polish_operations(c, size, forward)
+
+
+def statistics_operations(conversion: Conversion, size: Size) -> float:
+    """Return the operations of a calibration; 0 for a recipe that needs none."""
+    g, c = conversion.geometry, conversion
+    if "statistics" not in c.recipe.needs:
+        return 0.0
+    forward = 2.0 * size.active + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
+    blocks = -(-c.sequence_length // BLOCK)  # of queries, each with the keys up to its end
+    mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length * (blocks + 1)
+    mixing /= 2 * blocks
+    wide = (g.hidden_size + 1) ** 2
+    of_token = forward + 2.0 * wide * (g.num_heads / 2 + 1) + mixing
+    return g.num_layers * c.used_tokens * of_token
 
 
 def polish_operations(conversion: Conversion, size: Size, forward: float) -> float:
@@ -239,15 +241,30 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024) -> float:
 
 
 def planning_seconds(
-    conversions: Sequence[Conversion], size: Size, drawn: int, rate: float | None = None
+    conversions: Sequence[Conversion],
+    size: Size,
+    drawn: int,
+    rate: float | None = None,
+    seeds: int = 1,
 ) -> float:
     """Return the seconds of planning and converting the candidates, and `drawn` more like them.
 
-    At `rate` operations per second; by default those of a matrix product here.
+    One conversion is made for all learning rates, and one calibration for all conversions.
+
+    Args:
+        rate: Operations per second; by default those of a matrix product here.
+        seeds: Of the candidates, each of which may lead to another plan.
     """
     rate = rate or matmul_rate(conversions[0].working)
-    each = sum(operations(conversion, size, 0) for conversion in conversions) / rate
-    return each * (1 + drawn / len(conversions))
+    different = list({(each.recipe, each.kv_ratio): each for each in conversions}.values())
+    calibrated = [statistics_operations(conversion, size) for conversion in different]
+    work = sum(operations(conversion, size, 0) for conversion in different) - sum(calibrated)
+    return (work * (seeds + drawn / len(different)) + max(calibrated)) / rate
+
+
+def gpu_here() -> str | None:
+    """Return the type of this machine's first GPU, if it has one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def training_rate(
@@ -267,13 +284,12 @@ def training_rate(
     if configured is not None:
         return configured, "configured"
     wants_gpu = train.shape.device == "cuda"
-    gpu_here = torch.cuda.is_available()
-    if wants_gpu and gpu is None and gpu_here and size.total > MEASURABLE:
-        gpu = torch.cuda.get_device_name()
+    if wants_gpu and gpu is None and size.total > MEASURABLE:
+        gpu = gpu_here()
     if wants_gpu and gpu and (speed := training_operations(gpu)):
         source = f"estimated for {gpu} by the utilization of an H200 (docs/gpu.md)"
         return speed / token_operations(model_config, train, length), source
-    if wants_gpu and not gpu_here:
+    if wants_gpu and gpu_here() is None:
         return (
             None,
             "unknown: workers have GPUs and this machine has none; name their type "
@@ -295,7 +311,7 @@ def token_operations(model_config: PretrainedConfig, train: TrainSettings, lengt
     with torch.device("meta"), no_init_weights():
         model: Any = classes.from_config(model_config)
     model.requires_grad_(train.tuning == "full")
-    teacher = None if train.distillation == "none" else model
+    teacher = None if train.distillation == "none" or train.keeps_teacher_logits else model
     recomputed = train.activation_checkpointing is True
     return TokenWork.of(model, length, recomputed=recomputed, teacher=teacher).hardware
 

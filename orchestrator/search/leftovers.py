@@ -46,6 +46,8 @@ def finalists(trials: Sequence[TrialRecord], config: SearchConfig) -> set[str]:
     Candidates and baselines.
     """
     chosen = select(trials, config.promotion.select, config.promotion.top)
+    if config.search.tensor_parallel > 1:  # a KV ratio that saves nothing may later save something
+        chosen += [t for best in ranked(trials).values() for t in best[: config.promotion.top]]
     return {t.trial_id for t in (*chosen, *best_of_recipe(trials, config.search.baseline).values())}
 
 

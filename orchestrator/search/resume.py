@@ -262,7 +262,9 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
                 decision = TrialScheduler.STOP
             else:
                 decision = scheduler.on_trial_result(None, trial, result)
-            if decision != event["decision"]:
+            if (decision, event["decision"]) == (events.PAUSE, TrialScheduler.CONTINUE):
+                scheduler.advance(trial_id)  # the search was closing
+            elif decision != event["decision"]:
                 logger.warning(
                     "%s: %s was decided, now it would be %s", trial_id, event["decision"], decision
                 )
@@ -272,6 +274,9 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
         elif kind == events.ADVANCE:
             trials[trial_id].status = Trial.RUNNING
             scheduler.advance(trial_id)
+        elif kind == events.AGAIN:
+            trials[trial_id].status = Trial.RUNNING
+            scheduler.on_trial_add(None, trials[trial_id])
         elif kind == events.END:
             trial, failed = trials[trial_id], event["error"] is not None
             trial.status = Trial.ERROR if failed else Trial.TERMINATED

@@ -11,6 +11,7 @@ from attention.geometry import HeadGeometry
 from attention.io.precision import DTYPES
 from orchestrator import checkpoints
 from orchestrator.config.schema import SearchConfig
+from orchestrator.resources.disk import most_promoted
 from orchestrator.resources.search_estimate import SearchWork
 from orchestrator.resources.size import PlannedConversion, SearchInputs
 from orchestrator.search.candidates import (
@@ -132,7 +133,10 @@ class SearchSetup:
         # best.
         probes = problem.samples if trials > problem.total else 0
         baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)
-        never_stopped = baselines if config.rungs.stop else trials - probes
+        # No rung stops a trial while it relaxes
+        never_stopped = baselines + sum(c.recipe.relaxation != "none" for c in problem.named)
+        if not config.rungs.stop or config.rungs.scheduler == "none":
+            never_stopped = trials - probes
         step_tokens = config.train.batch_size * config.data.sequence_length
         tokens = 0.0
         measured = float(trials * config.data.eval.tokens)
@@ -145,11 +149,12 @@ class SearchSetup:
         phase_steps = sum(each.recipe.knobs("objective")["steps"] for each in phases)
         promotion = config.promotion
         drawn = problem.space.joint.kv_ratios if problem.samples else ()
-        ratios = len({*(candidate.kv_ratio for candidate in problem.named), *map(float, drawn)})
+        ratios = {*(candidate.kv_ratio for candidate in problem.named), *map(float, drawn)}
         # Candidates, and the baseline at each KV ratio
-        trainings = ratios * (2 if promotion.select == "front" else promotion.top + 1)
+        trainings = len(ratios) + most_promoted(self.inputs, ratios)
         trainings *= promotion.enabled and promotion.steps > 0
-        promoted = trainings * promotion.steps * step_tokens
+        length = config.data.sequence_length
+        promoted = trainings * promotion.steps * config.promotion_train.batch_size * length
         measured += trainings * promotion.evaluations * config.data.eval.tokens
         return SearchWork(
             trials=trials,
@@ -157,6 +162,7 @@ class SearchSetup:
             trainings=trainings,
             tokens=round(tokens) + promoted,
             tokens_most=(trials - probes) * config.rungs.steps[-1] * step_tokens + promoted,
+            tokens_promoted=promoted,
             tokens_measured=round(measured),
             search_phases=len(phases),
             search_phase_tokens=phase_steps * step_tokens,

@@ -66,10 +66,10 @@ class SearchTexts:
                 text.check()
         every: dict[str, TextCut | UnseenCut] = {**cuts, TEST: UnseenCut(text, cuts["eval"])}
         tokenizer = checkpoints.load_tokenizer(model)
-        for name in {"train", _PROMOTION} & set(cuts):
+        promoted_on = _PROMOTION if _PROMOTION in cuts else "train"
+        for name, settings in (("train", config.train), (promoted_on, config.promotion_train)):
             with _named(name, cuts[name].source):
-                for settings in (config.train, config.promotion_train):
-                    check_packing(settings, cuts[name], tokenizer, model.config.model_type)
+                check_packing(settings, cuts[name], tokenizer, model.config.model_type)
         return cls(model.path, tokenizer, cache, every, config.data.test is not None)
 
     @cached_property

@@ -21,7 +21,7 @@ from orchestrator.config.schema import (
     check_worker_gpus,
 )
 from orchestrator.evaluation.generations import encode_prompts
-from orchestrator.evaluation.long_context import NUM_TEXTS, context_lengths
+from orchestrator.evaluation.long_context import NUM_TEXTS, check_words, context_lengths
 from orchestrator.evaluation.task_files import ACCURACIES, accuracies_of
 from orchestrator.evaluation.tasks import HarnessTasks
 from orchestrator.resources.accelerators import memory_of
@@ -143,11 +143,9 @@ def check_accelerators(setup: SearchSetup) -> None:
 
     Nothing is checked without a type, or if its memory is not known.
     """
-    section = setup.config.resources
-    if not any(
-        kind and memory_of(kind)
-        for kind in (section.accelerator_type, section.trial_accelerator_type)
-    ):
+    section, promotion = setup.config.resources, setup.config.promotion.resources
+    kinds = section.accelerator_type, section.trial_accelerator_type, promotion.accelerator_type
+    if not any(kind and memory_of(kind) for kind in kinds):
         return
     # The smallest statistics: their form is chosen later, depending on free space
     if refusals := Needs(setup.inputs, "pooled").refusals():
@@ -246,11 +244,16 @@ def check_extras(config: SearchConfig, model: Checkpoint) -> None:
             longest = context_lengths(
                 ",".join(map(str, section.context_lengths)), model.geometry.max_positions
             )[-1]
-            needed, there = NUM_TEXTS * longest, config.data.eval.tokens
+            check_words(checkpoints.load_tokenizer(model))
+            length = config.data.sequence_length
+            needed = NUM_TEXTS * longest
+            there = config.data.eval.tokens // length * length
             if needed > there:
+                enough = math.ceil(needed / length) * length
                 raise ConfigError(
-                    f"context_lengths: {longest} take {needed} held-out tokens, data.eval.tokens "
-                    f"are {there}; set data.eval.tokens to {needed}, or choose a shorter context"
+                    f"context_lengths: {longest} take {needed} held-out tokens, and there are "
+                    f"{there} in whole sequences; set data.eval.tokens to {enough}, or choose a "
+                    "shorter context"
                 )
     except ConfigError as error:
         raise ConfigError(f"promotion.{error}") from None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attention.base.products import multiplies_bfloat16
+from attention.base.text import gib
 from attention.checkpoint import Checkpoint
 from orchestrator import checkpoints
 from orchestrator.config.compared import ComparisonConfig, compared_recipes
@@ -19,8 +20,10 @@ from orchestrator.config.first import FirstConfig, Hardware
 from orchestrator.config.options import InitOptions
 from orchestrator.config.parsing import ConfigError, read_yaml
 from orchestrator.config.schema import parse_config
-from orchestrator.resources.size import Size
-from orchestrator.search.estimate import storage_of
+from orchestrator.resources.memory import available_bytes
+from orchestrator.resources.processes import TRAINING_WORKER, Needs
+from orchestrator.resources.size import SPARE, Size
+from orchestrator.search.estimate import local_parallel, storage_of
 from orchestrator.search.setup import SearchSetup
 from orchestrator.storage.shipped import shipped
 
@@ -32,8 +35,8 @@ def init(options: InitOptions) -> None:
         ConfigError: For a checkpoint that has nothing to convert, and for files that exist or
             cannot be written.
     """
-    first, shortage = _first_config(options)
-    if shortage:
+    first, shortages = _first_config(options)
+    for shortage in shortages:
         print(f"warning: {shortage}", file=sys.stderr)
     if str(options.out) == "-":
         print(first.text(), end="")
@@ -56,8 +59,8 @@ def init(options: InitOptions) -> None:
     print(f"wrote {file} and {brief}; next: headfold search {brief} --dry-run")
 
 
-def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
-    """Return the first configuration, adapted to a small disk, and the storage it lacks."""
+def _first_config(options: InitOptions) -> tuple[FirstConfig, list[str]]:
+    """Return the first configuration, adapted to this machine, and what it still lacks."""
     opened = checkpoints.open_model(
         options.model, "model", dequantize=options.dequantize, weights=False
     )
@@ -82,18 +85,39 @@ def _first_config(options: InitOptions) -> tuple[FirstConfig, str | None]:
         dequantize=options.dequantize,
         storage=options.storage,
     )
-    if _shortage(first, opened) is None:
-        return first, None
-    small = replace(first, small=True)
-    return small, _shortage(small, opened)
+    if _lacks_memory(first, opened):
+        first = replace(first, little_memory=True)
+    if _lacks_disk(first, opened):
+        first = replace(first, small=True)
+    return first, list(filter(None, (_lacks_memory(first, opened), _lacks_disk(first, opened))))
 
 
-def _shortage(first: FirstConfig, opened: Checkpoint) -> str | None:
-    """Return the storage that a search of one trial at a time lacks; None if it fits."""
+def _setup(first: FirstConfig, opened: Checkpoint) -> SearchSetup:
     config = parse_config(read_yaml(first.text()), where="the new configuration")
     model = config.model.with_folders(path=opened.path)
-    setup = SearchSetup(config.model_copy(update={"model": model}), opened)
-    return storage_of(setup).shortage(1)
+    return SearchSetup(config.model_copy(update={"model": model}), opened)
+
+
+def _lacks_disk(first: FirstConfig, opened: Checkpoint) -> str | None:
+    """Return the storage that a search of one trial at a time lacks; None if it fits."""
+    return storage_of(_setup(first, opened)).shortage(1)
+
+
+def _lacks_memory(first: FirstConfig, opened: Checkpoint) -> str | None:
+    """Return the memory that a search on this machine's CPUs lacks; None if it fits."""
+    if first.hardware.gpus:
+        return None
+    setup = _setup(first, opened)
+    needs = Needs(setup.inputs, "pooled")
+    worker = needs.memory_of_workers(TRAINING_WORKER)
+    trial = needs.planning().total + max(
+        worker.need(TRAINING_WORKER, each).total
+        for each in setup.inputs.trainings(needs.resolved(TRAINING_WORKER, setup.config.train))
+    )
+    taken, there = local_parallel(setup.config) * trial, available_bytes()
+    if taken <= SPARE * there:
+        return None
+    return f"the search takes about {gib(taken)} of memory, and {gib(there)} are available"
 
 
 def _gpus_here() -> tuple[int, int]:

@@ -16,7 +16,7 @@ from orchestrator.cluster.session import connected, local_nodes, prepare_process
 from orchestrator.config.options import TrainingOptions
 from orchestrator.config.schema import apply_train_options, check_worker_gpus
 from orchestrator.resources.disk import checkpoint_bytes
-from orchestrator.resources.processes import TrainingMemory
+from orchestrator.resources.processes import TRAINING_WORKER, TrainingMemory
 from orchestrator.resources.size import Size
 from orchestrator.resources.time import training_rate
 from orchestrator.tasks.task import RecordT, Task, advise_text, require
@@ -74,7 +74,7 @@ class TrainingTask(Task[TrainingOptionsT, RecordT]):
             hours = f"; about {about}, without starts and measurements"
         saved = checkpoint_bytes(config, size, settings)
         memory = TrainingMemory(config, request.sequence_length)
-        worker = memory.need("training worker", settings)
+        worker = memory.need(TRAINING_WORKER, settings)
         each = f" (each of {settings.num_workers} workers)" if settings.num_workers > 1 else ""
         return [
             {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, RECOVERY, SHARING, SIMILARITY
+from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
 
 Rule = tuple[tuple[str, ...], Callable[..., str | None]]
 EQUAL_SIZES_FIELD = "grouping.equal_sizes"
@@ -193,18 +193,6 @@ def _wide_composition(width: int | str, composition: str) -> str | None:
     return None
 
 
-def _weight_unused(recovery: str, settings: Iterable[tuple[str, Any]]) -> str | None:
-    values = dict(settings)
-    knob = next(k for k in RECOVERY.get(recovery).knobs if k.name == "distillation_weight")
-    weight = values.get(f"recovery.{knob.name}", knob.default)
-    if weight != knob.default and values.get("recovery.distillation") == "as_configured":
-        return (
-            f"recovery.distillation_weight={weight} needs recovery.distillation, one of kl and "
-            "kl_bild; without it the weight is that of `train`"
-        )
-    return None
-
-
 def _no_stages(relaxation: str, settings: Iterable[tuple[str, Any]]) -> str | None:
     values = dict(settings)
     steps = values.get("relaxation.regroup_steps")
@@ -217,7 +205,6 @@ def _no_stages(relaxation: str, settings: Iterable[tuple[str, Any]]) -> str | No
 
 
 RULES: tuple[Rule, ...] = (
-    (("recovery", "settings"), _weight_unused),
     (("relaxation", "settings"), _no_stages),
     (("width", "fusion"), _wide),
     (("width", "allocation"), _wide_counts),

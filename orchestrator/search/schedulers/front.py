@@ -80,6 +80,8 @@ class Rungs:
         rung.values.append(values)
         rung.waiting.add(trial)
         rung.best = None
+        if trial in self._highest:
+            self.rungs[self._highest[trial]].waiting.discard(trial)
         self._highest[trial] = index
 
     def leave(self, trial: str) -> None:
@@ -185,6 +187,8 @@ class FrontHalving(RungScheduler):
 
     def advance(self, trial_id: str) -> None:
         super().advance(trial_id)
+        if trial_id != self._next:  # the search was closing, which its journal does not record
+            self._rungs.close()
         self._paused.pop(trial_id, None)
         self._decisions[trial_id, self._rungs.advance(trial_id)] = TrialScheduler.CONTINUE
         self._choose()

@@ -20,6 +20,7 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import DECODE, PER_GPU, SearchConfig
 from orchestrator.conversion import dha_distances
 from orchestrator.conversion.calibration import checkpoint_calibration
+from orchestrator.resources.processes import TRAINING_WORKER
 from orchestrator.search.candidates import Candidate
 from orchestrator.serving.decode_times import DecodeTimes
 from orchestrator.storage.lock import SearchLock
@@ -101,7 +102,7 @@ class TrialContext:
     def search_phase(self, candidate: Candidate) -> dha_distances.SearchPhase | None:
         """Return DHA's search phase that a candidate's plan is based on; None if it needs none."""
         settings = TrainSettings.model_validate(self.train)
-        resolved = self.recomputing(settings, "training worker")
+        resolved = self.recomputing(settings, TRAINING_WORKER)
         return dha_distances.SearchPhase.of(
             candidate.recipe, self.model, self.train_file, settings, candidate.seed, resolved
         )
@@ -111,13 +112,14 @@ class TrialContext:
         settings = TrainSettings.model_validate(
             {**self.train, **recipe.apply("recovery"), "learning_rate": learning_rate}
         )
-        return self.recomputing(settings, "training worker")
+        return self.recomputing(settings, TRAINING_WORKER)
 
     def recomputing(self, settings: TrainSettings, process: str) -> TrainSettings:
         """Return settings in which `activation_checkpointing: auto` is resolved."""
         if settings.activation_checkpointing != "auto":
             return settings
-        choice = self.recomputation.get(process, False)
+        # That of trials for a promotion that the search did not foresee
+        choice = self.recomputation.get(process, self.recomputation.get(TRAINING_WORKER, False))
         return settings.model_copy(update={"activation_checkpointing": choice})
 
     def relaxation_steps(self, recipe: Recipe) -> int:

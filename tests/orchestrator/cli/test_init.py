@@ -258,6 +258,29 @@ def test_a_large_model_on_one_gpu_takes_disk_that_there_is_or_says_so(
     assert taken[100] < 200 and taken[2000] < 600
 
 
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_search_on_cpus_fits_the_memory_that_there_is_or_says_so(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "smollm2").mkdir()
+    (place / "smollm2" / "config.json").write_text(json.dumps(SMOLLM2))
+    seen = []
+    for free in (64, 12, 1):
+        monkeypatch.setattr("orchestrator.tasks.init.available_bytes", lambda free=free: free * GIGA)
+        out = place / f"{free}.yaml"
+        assert run_here("init", "smollm2", "--gpus", 0, "--out", out) == 0
+        config = parse_config(read_yaml(out.read_text()))
+        warned = "of memory, and" in capsys.readouterr().err
+        seen.append((config.train.micro_batch_size, config.resources.max_concurrent, warned))
+    assert seen == [(None, "auto", False), (1, 1, False), (1, 1, True)]
+
+
 def test_hours_on_a_named_gpu_are_estimated_for_a_search_of_a_large_model(place: Path) -> None:
     (place / "qwen3-8b").mkdir()
     (place / "qwen3-8b" / "config.json").write_text(json.dumps(QWEN3_8B))

@@ -47,7 +47,7 @@ def test_trials_are_selected_by_budget_or_by_front() -> None:
 def test_a_baseline_is_not_promoted(folder: SearchFolder, config: SearchConfig) -> None:
     trials = [trial("a", "gqa", 2.0), trial("b", "headfold", 2.1)]
     with pytest.raises(ConfigError, match="--trial: 'a' is a trial of the baseline gqa, .* choose among b"):
-        promote._chosen(trials, ["b", "a"], None, config)
+        promote._chosen(trials, ["b", "a"], None, config, config)
 
 
 def test_the_exit_code_is_of_the_requested_trials(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_exit_code_is_of_the_requested_trials(tmp_path: Path) -> None:
 
 def test_an_unknown_trial_is_refused(folder: SearchFolder, config: SearchConfig) -> None:
     with pytest.raises(ConfigError, match="--trial: 'zz' is no finished trial"):
-        promote._chosen([trial("a", "gqa", 2.0)], ["zz"], None, config)
+        promote._chosen([trial("a", "gqa", 2.0)], ["zz"], None, config, config)
     with pytest.raises(ConfigError, match="not the folder of a search"):
         promote.promote_search(folder.storage)
 

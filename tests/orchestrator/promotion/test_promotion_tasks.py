@@ -211,7 +211,7 @@ def test_the_gate_judges_recall() -> None:
     ("more", "message"),
     [
         ({"prompts": ["x = 1; " * 300]}, r"promotion.prompts: .*for this model"),
-        ({"context_lengths": [1024]}, r"promotion.context lengths: must lie in .*512.*1024"),
+        ({"context_lengths": [1024]}, r"promotion.context_lengths: must lie in .*512.*1024"),
         ({"context_lengths": [512]}, r"promotion.context_lengths: 512 take 4096 held-out tokens.*are 2048"),
     ],
 )
@@ -224,3 +224,15 @@ def test_what_the_model_or_the_text_does_not_reach_is_refused(
         check_extras(config, checkpoints.open_checkpoint(demo_dir))
     with pytest.raises(ConfigError, match=r"max_recall_drop 0.1 needs context_lengths"):
         parse_config(parsed(tasks, demo_dir).model_dump() | {"promotion": {"max_recall_drop": 0.1}})
+
+
+def test_contexts_are_cut_from_whole_sequences(tasks: Path, demo_dir: Path) -> None:
+    config = parsed(tasks, demo_dir, context_lengths=[512])
+
+    def check(tokens: int) -> None:
+        data = config.data.model_copy(update={"eval": TextSection(tokens=tokens), "sequence_length": 100})
+        check_extras(config.model_copy(update={"data": data}), checkpoints.open_checkpoint(demo_dir))
+
+    with pytest.raises(ConfigError, match=r"there are 4000 in whole sequences; set data.eval.tokens to 4100"):
+        check(4099)
+    check(4100)

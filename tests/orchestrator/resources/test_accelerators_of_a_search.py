@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from orchestrator import checkpoints
 from orchestrator.config.schema import ConfigError, SearchConfig, read_search_config
 from orchestrator.main import app
 from orchestrator.resources.processes import Need, Needs
+from orchestrator.resources.size import inner_size
 from orchestrator.search import validation
 from orchestrator.search.estimate import estimate_search
 from orchestrator.search.setup import SearchSetup
@@ -114,6 +116,37 @@ def test_planning_and_promotion_count_too(model: Path) -> None:
         "promotion worker"
     ]
     assert "what helps: promotion.train.zero_stage=3" in str(refused.value)
+
+
+def test_a_promotion_on_other_gpus_is_measured_by_those(model: Path) -> None:
+    small, large = (f"promotion.resources.accelerator_type={kind}" for kind in ("A10G", "H100"))
+    for changes in ([small], [small, "resources.accelerator_type=null"]):
+        with pytest.raises(ConfigError) as refused:
+            check(config_of(model, *changes))
+        (line,) = str(refused.value).splitlines()
+        assert line.startswith("promotion.resources.accelerator_type: A10G has 24 GB") and "promotion worker" in line
+    config = config_of(model, large)
+    check(config)
+    needs = Needs(SearchSetup.open(config, weights=False).inputs, "pooled")
+    assert needs.recomputations == {"training worker": True, "promotion worker": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "inner"),
+    [
+        ({"intermediate_size": 11_008}, 11_008),
+        ({"intermediate_size": 2880, "num_experts_per_tok": 4}, 4 * 2880),
+        ({"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts_per_tok": 8}, 6144),
+        (
+            {"intermediate_size": 10_944, "moe_intermediate_size": 1408, "num_experts_per_tok": 8}
+            | {"n_shared_experts": 1},
+            9 * 1408,
+        ),
+    ],
+)
+def test_the_inner_values_of_a_mixture_are_those_of_the_experts_of_a_token(fields: dict[str, int], inner: int) -> None:
+    config: Any = SimpleNamespace(**fields)
+    assert inner_size(config) == inner
 
 
 def test_nothing_is_refused_of_a_type_that_is_not_known(model: Path) -> None:

@@ -225,15 +225,14 @@ def test_nothing_is_ahead_without_gpus_or_with_zero(session: Any, tasks: Tasks) 
     plan_ahead, _ = searching(session)
     assert plan_ahead.limit == 1
 
-    def limit() -> int:
-        return PlanAhead(session, plan_ahead._searcher, plan_ahead._history, NAMED).limit
+    def limit(number: int) -> int:
+        resources = session.config.resources.model_copy(update={"plan_ahead": number})
+        changed = replace(session, config=session.config.model_copy(update={"resources": resources}))
+        return PlanAhead(changed, plan_ahead._searcher, plan_ahead._history, NAMED).limit
 
-    session.config.resources.plan_ahead = 0
-    assert limit() == 0
-    session.config.resources.plan_ahead = 2
-    assert limit() == 2
+    assert [limit(number) for number in (0, 2)] == [0, 2]
     session.context.task = None
-    assert limit() == 0
+    assert limit(2) == 0
 
 
 def test_nodes_are_reserved_for_later_trials_and_no_longer(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,9 +224,8 @@ def test_records_and_tables_tell_of_a_copy(tmp_path: Path, capsys: pytest.Captur
     for shown in (printed, str(table)):
         assert "same as a" in shown and "Trials with the same model as another one, not trained again: 1" in shown
     with pytest.raises(ConfigError, match="'b' led to the same model as a; promote that one"):
-        _chosen(
-            trials, ["b"], None, parse_config({"name": "x", "model": {"path": "m"}, "search": {"kv_ratios": [0.5]}})
-        )
+        config = parse_config({"name": "x", "model": {"path": "m"}, "search": {"kv_ratios": [0.5]}})
+        _chosen(trials, ["b"], None, config, config)
 
 
 def test_a_copy_of_a_trial_that_failed_has_failed(tmp_path: Path) -> None:

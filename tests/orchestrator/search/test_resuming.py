@@ -96,11 +96,18 @@ def loss_of(config: dict[str, Any], rung: int) -> float:
     return 2 + zlib.crc32(own.encode()) % 101 / 100 - rung / 10
 
 
-def drive(journal: Journal, problem: SearchProblem, searcher_name: str, scheduler_name: str) -> None:
+def drive(
+    journal: Journal,
+    problem: SearchProblem,
+    searcher_name: str,
+    scheduler_name: str,
+    rungs: int = RUNGS,
+    factor: float = 2.0,
+) -> None:
     """Behave as Tune does, one trial at a time: each that starts repeats all its reports."""
-    journal.begin(RUNGS)
+    journal.begin(rungs)
     searcher = make_searcher(searcher_name, problem)
-    scheduler = make_scheduler(scheduler_name, RungProblem(RUNGS, 2.0, ("gqa",), trials=problem.total))
+    scheduler = make_scheduler(scheduler_name, RungProblem(rungs, factor, ("gqa",), trials=problem.total))
     scheduler.slots.capacity = 1
     settle(journal)
     replay(journal.history, searcher, scheduler)
@@ -113,19 +120,23 @@ def drive(journal: Journal, problem: SearchProblem, searcher_name: str, schedule
         search.on_trial_complete(trial.trial_id)
 
     controller = SimpleNamespace(search_alg=search, stop_trial=stop)
+    idle = 0
     while not search.is_finished() or journal.history.open:
         trial = search.create_trial_if_possible({}) if not search.is_finished() else None
         if trial is not None:
             decided.on_trial_add(None, trial)
             if trial.status == Trial.PENDING:
-                run(trial, decided, search)
+                run(trial, decided, search, rungs)
         elif (trial := decided.choose_trial_to_run(controller)) is not None:
-            run(trial, decided, search)
+            run(trial, decided, search, rungs)
+        else:
+            idle += 1
+            assert idle < 100, "the search goes nowhere"
 
 
-def run(trial: Any, decided: JournaledScheduler, search: JournaledSearch) -> None:
+def run(trial: Any, decided: JournaledScheduler, search: JournaledSearch, rungs: int) -> None:
     result: dict[str, Any] = {}
-    for rung in range(RUNGS):
+    for rung in range(rungs):
         result = {
             "loss": loss_of(trial.config, rung),
             "kv_bytes_per_token": int(8192 * trial.config["kv_ratio"]),
@@ -165,6 +176,25 @@ def test_killed_after_every_few_events_the_search_ends_as_one_that_was_left_alon
             kills += 1
     assert kills > len(undisturbed) / 4
     assert events_of(tmp_path / "killed") == undisturbed
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_killed_while_it_closes_it_ends_as_one_that_was_left_alone(
+    demo_dir: Path, tmp_path: Path, before: bool
+) -> None:
+    """With few trials for many rungs the last ones advance only because no others come."""
+    problem = replace(problem_of(demo_dir), samples=1)
+
+    def driven(journal: Journal) -> None:
+        drive(journal, problem, "random", "front", rungs=5, factor=3.0)
+
+    driven(Journal(tmp_path / "undisturbed"))
+    undisturbed = events_of(tmp_path / "undisturbed")
+    for fatal in range(len(undisturbed) // 2, len(undisturbed)):
+        with pytest.raises(Killed):
+            driven(MortalJournal(tmp_path / f"killed-{fatal}", fatal, before))
+        driven(Journal(tmp_path / f"killed-{fatal}"))
+        assert events_of(tmp_path / f"killed-{fatal}") == undisturbed
 
 
 def events_of(file: Path) -> list[dict[str, Any]]:

@@ -74,8 +74,8 @@ def test_halving_stops_some_and_the_baseline_never(tmp_path: Path) -> None:
     result = of(config, tmp_path)
     assert result.trials == 14
     a_step = 8 * 256
-    # 2 baselines continue; of 12 others a half remains at the first rung, a quarter at the second
-    assert result.tokens == (2 * 24 + 6 * 8 + 6 * 16 // 2) * a_step + 6 * 40 * a_step
+    # 2 baselines and 2 relaxations continue; of 10 others a half remains at the first rung, a quarter at the second
+    assert result.tokens == (4 * 24 + 5 * 8 + 5 * 16 // 2) * a_step + 6 * 40 * a_step
     assert result.tokens_most == 14 * 24 * a_step + 6 * 40 * a_step
     assert result.trainings == 6  # the best two and the baseline of two budgets
 

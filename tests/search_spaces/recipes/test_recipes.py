@@ -67,7 +67,6 @@ def test_overrides_drop_what_the_new_choice_does_not_use() -> None:
         ("asymgqa", {"grouping.accept": 2.0}, ["accept", "[0.0, 1.0]", "2.0"]),
         ("asymgqa", {"grouping.speed": 2}, ["speed"]),
         ("gqa", {"grouping.accept": 0.1}, ["grouping", "accept"]),
-        ("gqa", {"recovery.distillation_weight": 0.3}, ["distillation_weight=0.3", "needs recovery.distillation"]),
         ("dha", {"relaxation.regroup_steps": 5}, ["regroup_steps=5", "relaxation.halving"]),
     ],
 )
