@@ -106,12 +106,13 @@ def search(
     config = open_models(config)
     with mirrored(config.storage, storage, side=sync_from) as mirror:
         folder = _search_to_resume(config, storage, resume)
-        if folder is not None:
-            config = config.begun_as(_stored_config(folder))
+        stored = None if folder is None else _stored_config(folder)
+        if stored is not None:
+            config = config.begun_as(stored)
         if folder is not None and mirror is not None:
             mirror.fetch_search(folder.root.name, open_trials(folder, config))
         prepared = validate_search(config)
-        if folder is None:  # a resumed search keeps its settings
+        if stored is None or stored.promotion != config.promotion:  # all others stay as they were
             check_epochs(config)
             check_gpus(config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
