@@ -22,7 +22,8 @@ class DeviceConstant:
         if device == self.tensor.device:
             return self.tensor
         if device not in self._copies:
-            self._copies[device] = self.tensor.to(device)
+            with torch.inference_mode(False):  # a training may use it later
+                self._copies[device] = self.tensor.to(device)
         return self._copies[device]
 
     def __getstate__(self) -> dict[str, object]:

@@ -141,17 +141,16 @@ class Collector:
 
     def finish(self) -> LayerStatistics:
         """Return the means, on the CPU."""
-        mixed = self.mixed_sum
-        self.mixed_sum = self.mixed_sum[:0]  # not twice in memory longer than need be
+        # Not twice in memory longer than need be: collectors stay until all have finished
+        mixed, self.mixed_sum = self.mixed_sum, torch.empty(0)
+        samples, self.samples = self.samples, []
         mixed.div_(self.tokens * (self.num_heads // len(mixed)))
         return LayerStatistics(
             tokens=self.tokens,
             input_moment=(self.input_sum / self.tokens).cpu(),
             mixed_moments=packed(mixed).to(mixed_dtype(self.mixed)).cpu(),
             query_moment=(self.query_sum / self.tokens).cpu(),
-            inputs=torch.cat(self.samples)
-            if self.samples
-            else torch.zeros(0, 0, self.q_HdD.shape[2]),
+            inputs=torch.cat(samples) if samples else torch.zeros(0, 0, self.q_HdD.shape[2]),
         )
 
 
@@ -199,7 +198,9 @@ def calibration_attention(
     for head in range(heads):
         for b, t in _slices(count, length, key.shape[2]):
             S = t.stop  # attention is causal: what comes later has no weight
-            scores = (query[b, head, t] @ key[b, head, :S].transpose(-1, -2)).float().mul_(scale)
+            # In float32: in 16 bits scores would be rounded, and may overflow, before the factor
+            keys = key[b, head, :S].float().transpose(-1, -2)
+            scores = (query[b, head, t].float() @ keys).mul_(scale)
             scores = capped(scores, softcap)
             if attention_mask is not None:
                 scores += attention_mask[b, 0, t, :S]

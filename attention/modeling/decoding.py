@@ -137,7 +137,8 @@ def decode(
     """
     if softcap is not None or sinks is not None:  # the other methods support neither
         return decode_padded(query, key, value, maps, mask, scaling, softcap, sinks)
-    if kernels.takes(query, key, value, mask, maps.plan.widths):
+    rows = maps.kernel.members.shape[1]
+    if kernels.takes(query, key, value, mask, maps.plan.widths, rows):
         return kernels.fused_decode(query, key, value, maps.kernel, mask, scaling)
     # Of several sequences the threads of a batched product each take some; one thread has nothing
     # of that.

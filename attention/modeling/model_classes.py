@@ -114,6 +114,22 @@ class HeadfoldMixin:
         set_missing_maps(self)  # type: ignore[arg-type]
         reset_missing(self)  # type: ignore[arg-type]
 
+    def set_attn_implementation(
+        self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Set an attention function of Headfold, as `transformers` does.
+
+        Raises:
+            ValueError: For any other: it would ignore the maps of the heads.
+        """
+        if not str(attn_implementation).startswith(ATTENTION_NAME):
+            raise ValueError(
+                f"attn_implementation: expected {ATTENTION_NAME!r}, which reads the head maps of "
+                f"this model, got {attn_implementation!r}; other implementations read what "
+                "`headfold export --target gqa` writes"
+            )
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
+
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         return make_uneven(super()._prepare_static_cache(*args, **kwargs))  # type: ignore[misc]
 

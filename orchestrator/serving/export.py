@@ -108,7 +108,7 @@ def export_checkpoint(
         dtype = checkpoints.written_dtype(opened, dtype)
     cache = _engine_cache(options.cache_format, chosen, opened)
     ranks = _rank_cache(options.tensor_parallel, chosen, opened, dtype)
-    _check_disk(opened, dtype, Path(options.out))
+    _check_disk(opened, chosen, dtype, Path(options.out))
     report = export(
         opened,
         chosen.name,
@@ -130,11 +130,13 @@ def export_checkpoint(
     return record
 
 
-def _check_disk(opened: Checkpoint, dtype: str, out: Path) -> None:
+def _check_disk(opened: Checkpoint, chosen: Target, dtype: str, out: Path) -> None:
     """Raise ConfigError where the weights of the checkpoint in this dtype have no room."""
     stored = sum(file.stat().st_size for file in opened.folder.glob("*.safetensors"))
     written = number_bytes(dtype) if dtype in DTYPES else 1  # q8_0
     needed = stored * written / number_bytes(opened.stored_dtype)
+    if chosen.name == "gguf":  # whose tensors are collected in a file of their own before
+        needed *= 2
     free = disk_free(out)
     if free < needed:
         raise ConfigError(

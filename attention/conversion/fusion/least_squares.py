@@ -174,8 +174,7 @@ def _fuse_keys(
     }
     maps: list[Tensor | None] = []
     for group in groups:
-        first, _ = distinct_heads(heads.k[list(group)], _pick(heads.k_bias, group))
-        if len(first) == 1:  # one head, perhaps stored once for several query heads
+        if _is_one_key(heads, group):
             maps.append(None)
             continue
         into, onto = key_maps(heads, group, statistics, geometry, width)
@@ -189,6 +188,12 @@ def _fuse_keys(
     return replace(heads, **sides, k=k, k_bias=k_bias)
 
 
+def _is_one_key(heads: LayerHeads, group: Sequence[int]) -> bool:
+    """Whether a group is of one key head, perhaps stored once for several query heads."""
+    first, _ = distinct_heads(heads.k[list(group)], _pick(heads.k_bias, group))
+    return len(first) == 1
+
+
 def _under_whole_norm(
     heads: LayerHeads, plan: LayerPlan, statistics: LayerStatistics, geometry: HeadGeometry
 ) -> LayerHeads:
@@ -199,8 +204,9 @@ def _under_whole_norm(
     factor that varies from token to token. The weights of the new norm correct its root mean
     square; the rest is the error of this form.
     """
-    if plan.key_heads == plan.num_heads:
-        return heads
+    if plan.key_width == 1 and all(_is_one_key(heads, group) for group in plan.key_groups):
+        first = [group[0] for group in plan.key_groups]
+        return heads.changed(["k", "k_bias", "k_norm"], lambda rows: rows[first])
     fused = _fuse_keys(under_norm(heads), plan, statistics, geometry)
     # The norm counts a key once for each query head.
     read = fused.expand(plan.key_map, range(plan.num_heads))
@@ -263,7 +269,11 @@ def _fuse_normed_values(
     """
     fused = _fuse_values(with_unit_values(heads, statistics), plan, statistics, sweeps)
     sizes = value_sizes(fused, statistics)
-    single = {number: group[0] for number, group in enumerate(plan.value_groups) if len(group) == 1}
+    single = {
+        number: group[0]
+        for number, group in enumerate(plan.value_groups)
+        if len(distinct_heads(heads.v[list(group)], _pick(heads.v_bias, group))[0]) == 1
+    }
     numbers = list(single)
     sizes[numbers] = 1.0
     columns = sizes[torch.tensor(plan.value_map)].to(fused.o.device)
@@ -271,6 +281,6 @@ def _fuse_normed_values(
     for name in VALUE_SIDE:
         if (rows := getattr(fused, name)) is not None:
             changes[name] = rows.clone()
-            # A head that is alone in its group stays equal to the bit
+            # A head that is not fused stays equal to the bit
             changes[name][numbers] = getattr(heads, name)[list(single.values())]
     return replace(fused, **changes)

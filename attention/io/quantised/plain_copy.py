@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from attention.base.cache import cache_folder
 from attention.base.messages import reason
 from attention.io import checkpoint
+from attention.io.file_lock import file_lock
 from attention.io.piecewise import SHARD, write_shards
 from attention.io.precision import DTYPES
 from attention.io.quantised.gguf_file import FLOATS, SUFFIX, GGUFFile
@@ -222,8 +223,11 @@ def _make(
         )
     if needed:
         report(f"{name}: written as plain numbers to {folder}, {needed / _GIGA:.2f} GiB ({about})")
+    note = f"{name}: waits for another process, which writes the same plain copy"
     try:
-        checkpoint.write_atomically(folder, write)
+        with file_lock(folder.parent / ".lock", note=note):
+            if not (folder / DIGESTS).is_file():
+                checkpoint.write_atomically(folder, write)
     except OSError as error:
         raise CheckpointError(
             f"no plain copy of {name} can be written to {str(folder)!r} ({error}); {room}"

@@ -7,6 +7,7 @@ as Phi. Unequal groups are padded with zero query heads (`attention.io.targets._
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +83,25 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     plan = plan_of(model)
     form = architecture(model.config, plan)
     writer = gguf.GGUFWriter(folder / FILE, form.name, use_temp_file=True)
-    try:
-        write_metadata(writer, model.config, form, plan)
-        writer.add_file_type(_FILE_TYPES[dtype])
-        add_vocabulary(writer, tokenizer, model.config.vocab_size)
-        for name, tensor in tensors_of(model, form):
-            data, kind = encoded(name, tensor, dtype)
-            writer.add_tensor(name, data, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    # Tensors are collected before the first is written, on the disk of the export and not in TMPDIR
+    with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY, dir=folder) as writer.temp_file:
+        try:
+            write_metadata(writer, model.config, form, plan)
+            writer.add_file_type(_FILE_TYPES[dtype])
+            add_vocabulary(writer, tokenizer, model.config.vocab_size)
+            for name, tensor in tensors_of(model, form):
+                data, kind = encoded(name, tensor, dtype)
+                writer.add_tensor(name, data, raw_dtype=kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
     return form.name
 
 
+# Bytes of collected tensors that need no file.
+_IN_MEMORY = 256 * 2**20
 # llama.cpp's numbers: ALL_F32, MOSTLY_F16, ...
 _FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
 

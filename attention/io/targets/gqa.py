@@ -27,6 +27,7 @@ from attention.io.targets._pairs import (
     widths_of,
     written_out,
 )
+from attention.io.targets._vllm import without_vllm
 from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling.beside import copy_common
 from attention.modeling.model_classes import family_fields, plan_of
@@ -173,4 +174,12 @@ def fill(
 
 
 # Ainslie 2023, section 2; padding: zero heads
-TARGET = Target("gqa", ("transformers", "vLLM"), support_for, lower, _stock.write, _stock.read)
+TARGET = Target(
+    "gqa",
+    ("transformers", "vLLM"),
+    support_for,
+    lower,
+    _stock.write,
+    _stock.read,
+    except_for=without_vllm,
+)

@@ -51,6 +51,7 @@ from attention.io.targets._pairs import (
     unpad,
     written_out,
 )
+from attention.io.targets._vllm import check_computed, takes_width
 from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling.model_classes import (
     family_fields,
@@ -82,7 +83,7 @@ def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
             common multiple.
     """
     check_no_composition(plan, "vllm")
-    _check_computed(config)
+    check_computed(config)
     if phi.is_needed(config, plan):
         return phi.support_for(config, plan)
     if not has_own_counts(config, plan):
@@ -92,26 +93,17 @@ def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
     return EngineSupport.of(counts, plan.head_dim, [heads] * plan.num_layers)
 
 
-def _check_computed(config: Any) -> None:
-    """Raise TargetError for a variant of a family that vLLM 0.32 does not compute."""
-    family = family_of(config).name
-    if family == "stablelm" and config.qk_layernorm:
-        raise TargetError(
-            "vLLM has no stablelm whose queries and keys are normalised (qk_layernorm=true)"
-        )
-    if family == "olmoe" and config.rms_norm_eps != 1e-5:
-        raise TargetError(
-            f"vLLM's olmoe has norms with an epsilon of 1e-5, the model of {config.rms_norm_eps:g}"
-        )
-
-
 def has_own_counts(config: Any, plan: AttentionPlan) -> bool:
-    """Whether a plan is written as DeciLM: its layers differ, and the family's maths is Llama's."""
-    return (
-        family_of(config).name in LLAMA_LIKE
-        and not window_of(config)
-        and len(set(kv_heads_of(plan))) > 1
-    )
+    """Whether a plan is written as DeciLM, which has the maths of Llama.
+
+    Where layers differ, and where vLLM does not take the heads of the stock form.
+    """
+    family = family_of(config).name
+    if family not in LLAMA_LIKE or window_of(config):
+        return False
+    if len(set(kv_heads_of(plan))) > 1:
+        return True
+    return not takes_width(config, plan)
 
 
 def _other(config: Any, plan: AttentionPlan) -> ModuleType:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.modeling.kernels.tables import Tables
+from attention.modeling.kernels.tables import LEAST, Tables
 from attention.plan import LayerPlan
 
 __all__ = ["Tables", "available", "fused_decode", "takes"]
@@ -31,9 +31,16 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def takes(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, widths: tuple[int, int] = (1, 1)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    widths: tuple[int, int] = (1, 1),
+    rows: int = LEAST,
 ) -> bool:
-    """Whether the kernel decodes this call, for key and value heads of these widths.
+    """Whether the kernel decodes this call.
+
+    For key and value heads of these widths, and units of `rows` query heads (`Tables.members`).
 
     Shapes as `attention.modeling.decoding.decode` has them.
     """
@@ -46,7 +53,7 @@ def takes(
     shared = mask is None or (
         mask.shape[1] == 1 and (mask.dtype == torch.bool or mask.is_floating_point())
     )
-    return fits and alike and shared and trusted(query.device, query.dtype, width, widths)
+    return fits and alike and shared and trusted(query.device, query.dtype, width, widths, rows)
 
 
 @cache
@@ -77,16 +84,23 @@ def fused_decode(
 
 @cache
 def trusted(
-    device: torch.device, dtype: torch.dtype, width: int, widths: tuple[int, int] = (1, 1)
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    widths: tuple[int, int] = (1, 1),
+    rows: int = LEAST,
 ) -> bool:
     """Return whether the kernel agrees with the reference on this device.
 
-    Checked once per process, dtype, head dim and widths of key and value heads.
+    Checked once per process, dtype, head dim, widths of key and value heads, and rows of a unit:
+    the kernel is compiled for each.
 
     A compiler or a chip that nobody has tried must not change what a model says: it warns, and
     other ways are taken.
     """
     plan = LayerPlan((0, 1, 0, 2, 2, 2), (0, 0, 1, 1, 0, 1), *widths)
+    if rows > LEAST:
+        plan = LayerPlan((0,) * rows + (1,), tuple(h % 2 for h in range(rows + 1)), *widths)
     try:
         apart = difference(plan, width, 300, device, dtype)
     except Exception as error:  # a compiler may raise anything

@@ -15,7 +15,7 @@ from torch import Tensor
 from attention.plan import LayerPlan
 
 # Rows of a matrix product on an accelerator.
-_LEAST = 16
+LEAST = 16
 _MOST = 64
 
 
@@ -50,7 +50,7 @@ class Tables:
             for start in range(0, len(group), _MOST)
         ]
         read = [sorted({plan.value_map[h] for h in members}) for _, members in units]
-        rows = max(_LEAST, 1 << (max(len(members) for _, members in units) - 1).bit_length())
+        rows = max(LEAST, 1 << (max(len(members) for _, members in units) - 1).bit_length())
         return cls(
             _int32([key for key, _ in units]),
             _int32([[*members, *[-1] * (rows - len(members))] for _, members in units]),

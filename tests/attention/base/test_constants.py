@@ -18,6 +18,12 @@ def test_each_device_has_one_copy() -> None:
     assert constant.on(torch.device("meta")) is copied
 
 
+def test_a_copy_that_inference_made_can_be_trained_with() -> None:
+    constant = DeviceConstant(torch.tensor([1.0, 2.0]))
+    with torch.inference_mode():
+        assert not constant.on(torch.device("meta")).is_inference()
+
+
 def test_it_is_pickled_and_copied_without_the_copies_of_devices() -> None:
     constant = DeviceConstant(torch.tensor([2, 0, 1]))
     constant.on(torch.device("meta"))

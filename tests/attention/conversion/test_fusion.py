@@ -22,9 +22,10 @@ from attention.conversion.fusion.costs import KeyCost, ValueCost
 from attention.conversion.fusion.least_squares import least_squares_fuse
 from attention.conversion.fusion.pooled import mean_fuse, norm_restored_fuse
 from attention.conversion.fusion.signs import signs, with_signs
-from attention.families import families, geometry_of
+from attention.families import families, family_of, geometry_of
 from attention.geometry import HeadGeometry, RotaryLayout
 from attention.heads import LayerHeads, distinct_heads
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from trainers.evaluation import evaluate
 
@@ -292,6 +293,22 @@ def test_keys_under_a_norm_of_all_heads(
     converted = convert(model, plan, fusion="least_squares", calibration=calibration)
     expanded = with_heads(model, lift(converted))
     torch.testing.assert_close(logits(expanded, tiny_tokens), logits(converted, tiny_tokens), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4_text", "minimax_m2", "olmo2", "olmoe"])
+def test_a_layer_that_keeps_all_its_kv_heads_keeps_all_its_weights(
+    family: str, tiny_model: Tiny, tiny_tokens: Tensor
+) -> None:
+    """Of a grouped checkpoint, whose heads come lifted: a copy for each query head."""
+    model = tiny_model(family, num_key_value_heads=2)
+    own = plan_of(model)
+    fused = LayerPlan((0, 0, 0, 0), (0, 0, 0, 0))
+    plan = replace(own, layers=(own.layers[0], *(fused for _ in own.layers[1:])))
+    converted = convert(model, plan, fusion="least_squares", calibration=calibrate(model, tiny_tokens))
+    before, after = (family_of(m.config).attention_modules(m)[0].state_dict() for m in (model, converted))
+    assert before
+    for name, weights in before.items():
+        assert torch.equal(after[name], weights), name
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "gpt_neox", "opt"])

@@ -236,9 +236,17 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, tiny_model: 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt"])
 def test_eager_attention_is_refused_where_it_would_ignore_the_maps(name: str, tiny_model: Tiny) -> None:
     model = convert(tiny_model(name), DECOUPLED)
-    model.set_attn_implementation("eager")
+    model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="head maps need attn_implementation='headfold'"):
         model(torch.arange(4)[None])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention", "flash_attention_2"])
+def test_no_other_attention_can_be_set(implementation: str, tiny_model: Tiny) -> None:
+    model = convert(tiny_model("llama"), DECOUPLED)
+    with pytest.raises(ValueError, match=f"expected 'headfold', which reads the head maps .* '{implementation}'"):
+        model.set_attn_implementation(implementation)
+    model.set_attn_implementation("headfold")
 
 
 # ---- GPT-NeoX as Phi ----------------------------------------------------------------------------------------------

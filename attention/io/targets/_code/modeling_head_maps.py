@@ -6,6 +6,8 @@ in its cache. All else is transformers' own model. Load with
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,9 +30,16 @@ class HeadMapsConfig(LlamaConfig):
         self.value_maps = value_maps
 
 
-def spread(states: Tensor, head_map: list[int]) -> Tensor:
+@cache
+def indices(head_map: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a map on a device, copied once: a copy for each token would make a GPU wait."""
+    with torch.inference_mode(False):  # a training may use it later
+        return torch.tensor(head_map, device=device)
+
+
+def spread(states: Tensor, head_map: Sequence[int]) -> Tensor:
     """`[batch, kept heads, tokens, head dim]` -> `[batch, query heads, tokens, head dim]`."""
-    return states.index_select(1, torch.tensor(head_map, device=states.device))
+    return states.index_select(1, indices(tuple(head_map), states.device))
 
 
 def attend(

@@ -175,12 +175,17 @@ def _check_phi(qk_norm: bool, plan: AttentionPlan) -> None:
 
 def architecture(config: Any, plan: AttentionPlan) -> Architecture:
     """Return the architecture that a plan is written as."""
-    one_shape = len(set(kv_heads_of(plan))) == len(set(widths_of(plan))) == 1
+    counts, widths = kv_heads_of(plan), widths_of(plan)
+    one_shape = len(set(counts)) == len(set(widths)) == 1
     plain = OF_FAMILY[family_of(config).name]
+    if plain.name == "qwen2":  # whose query heads are as wide together as the model
+        width = geometry_of(config).hidden_size
+        one_shape = one_shape and counts[0] * widths[0] * plan.head_dim == width
     # Of those that divide frequencies by factors of the file
     factors = fixed_factors(getattr(config, "rope_parameters", None) or {})
-    counts = None if one_shape and (plain.interleaved or not factors) else with_own_counts(config)
-    return counts or plain
+    if one_shape and (plain.interleaved or not factors):
+        return plain
+    return with_own_counts(config) or plain
 
 
 def shapes_of(plan: AttentionPlan, form: Architecture) -> list[tuple[int, int]]:
