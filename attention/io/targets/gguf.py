@@ -84,7 +84,7 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
     form = architecture(model.config, plan)
     writer = gguf.GGUFWriter(folder / FILE, form.name, use_temp_file=True)
     # Tensors are collected before the first is written, on the disk of the export and not in TMPDIR
-    with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY, dir=folder) as writer.temp_file:
+    with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY, dir=str(folder)) as writer.temp_file:
         try:
             write_metadata(writer, model.config, form, plan)
             writer.add_file_type(_FILE_TYPES[dtype])
