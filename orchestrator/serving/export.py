@@ -135,7 +135,7 @@ def _check_disk(opened: Checkpoint, chosen: Target, dtype: str, out: Path) -> No
     stored = sum(file.stat().st_size for file in opened.folder.glob("*.safetensors"))
     written = number_bytes(dtype) if dtype in DTYPES else 1  # q8_0
     needed = stored * written / number_bytes(opened.stored_dtype)
-    if chosen.name == "gguf":  # whose tensors are collected in a file of their own before
+    if chosen.name == "gguf":  # whose tensors are collected in another file before
         needed *= 2
     free = disk_free(out)
     if free < needed:

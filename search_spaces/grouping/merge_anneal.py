@@ -96,7 +96,7 @@ def merge_anneal(
     equal_sizes: bool = True,
     steps: int = _STEPS,
 ) -> Grouping:
-    """`merge`, then rounds of annealing, each ended by local search; the best partition counts.
+    """`merge`, then rounds of annealing, each followed by local search; the best partition counts.
 
     Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of
     cost over random steps, so that the unit of the cost does not matter, and falls geometrically;

@@ -54,7 +54,7 @@ from trainers.jobs.train_job import TrainJob
 
 logger = logging.getLogger(__name__)
 
-RELAXATION = "relaxation"
+RELAXATION_FOLDER = "relaxation"
 """Folder below a run's at an address: checkpoints of the stages of its relaxation."""
 KEEP = 2  # the newest, and one before it in case the newest is damaged, see `_to_keep`
 _SPARE = 1 << 30
@@ -160,7 +160,7 @@ class CheckpointStore:
         """Return the store of a stage of a job's relaxation; `folder` is the stage's."""
         address = job.checkpoint_address
         if address is not None:
-            address = below(address, f"{job.run_name}/{RELAXATION}/{folder.name}")
+            address = below(address, f"{job.run_name}/{RELAXATION_FOLDER}/{folder.name}")
         return cls(str(folder), "states", rank, world_size, address)
 
     def of_run(self, run_name: str) -> CheckpointStore:
@@ -416,7 +416,7 @@ class CheckpointStore:
         with contextlib.suppress(OSError):  # a worker that is being stopped may still be writing
             self._remove_all_but({str(name)})
         with contextlib.suppress(OSError):  # it has none, or as above
-            self.files.delete_dir(str(self.root / RELAXATION))
+            self.files.delete_dir(str(self.root / RELAXATION_FOLDER))
 
     def remove(self) -> None:
         """Remove everything, the index included.
