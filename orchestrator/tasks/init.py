@@ -85,29 +85,24 @@ def _first_config(options: InitOptions) -> tuple[FirstConfig, list[str]]:
         dequantize=options.dequantize,
         storage=options.storage,
     )
-    if _lacks_memory(first, opened):
-        first = replace(first, little_memory=True)
-    if _lacks_disk(first, opened):
-        first = replace(first, small=True)
-    return first, list(filter(None, (_lacks_memory(first, opened), _lacks_disk(first, opened))))
+    memory, disk = _shortages(first, opened)
+    if memory or disk:
+        first = replace(first, little_memory=memory is not None, small=disk is not None)
+        memory, disk = _shortages(first, opened)
+    return first, list(filter(None, (memory, disk)))
 
 
-def _setup(first: FirstConfig, opened: Checkpoint) -> SearchSetup:
+def _shortages(first: FirstConfig, opened: Checkpoint) -> tuple[str | None, str | None]:
+    """Return what a search lacks of memory, and of disk for one trial at a time, if anything."""
     config = parse_config(read_yaml(first.text()), where="the new configuration")
     model = config.model.with_folders(path=opened.path)
-    return SearchSetup(config.model_copy(update={"model": model}), opened)
+    setup = SearchSetup(config.model_copy(update={"model": model}), opened)
+    memory = None if first.hardware.gpus else _lacks_memory(setup)
+    return memory, storage_of(setup).shortage(1)
 
 
-def _lacks_disk(first: FirstConfig, opened: Checkpoint) -> str | None:
-    """Return the storage that a search of one trial at a time lacks; None if it fits."""
-    return storage_of(_setup(first, opened)).shortage(1)
-
-
-def _lacks_memory(first: FirstConfig, opened: Checkpoint) -> str | None:
+def _lacks_memory(setup: SearchSetup) -> str | None:
     """Return the memory that a search on this machine's CPUs lacks; None if it fits."""
-    if first.hardware.gpus:
-        return None
-    setup = _setup(first, opened)
     needs = Needs(setup.inputs, "pooled")
     worker = needs.memory_of_workers(TRAINING_WORKER)
     trial = needs.planning().total + max(

@@ -122,7 +122,7 @@ def test_stages_that_are_grouped_anew_end_at_the_same_plan(job: TrainJob) -> Non
         assert layer.value_map == goal.value_map  # two heads in a group: nothing to choose
     assert not (root / "stage-1" / "plan.json").exists()  # all remaining heads fuse
     assert checkpoint.plan_of(checkpoint.load(relaxed.model_dir)) == SINGLE
-    assert relaxed.tokens == (3 + 3) * 4 * 16
+    assert relaxed.tokens == (3 + 3 + 3) * 4 * 16, "those of the grouping too"
     # Killed after the groups were found: read, not found again
     (root / "stage-0" / "outcome.json").unlink()
     (root / "stage-0" / "plan.json").write_text(HALVED.to_json())

@@ -456,7 +456,7 @@ class CheckpointStore:
         record = json.dumps(
             {"checkpoints": [asdict(k) for k in checkpoints], "reports": reports}, indent=1
         )
-        if not self.remote:
+        if self.files.type_name == "local":  # also one that an address (file://) names
             write_whole(self.root / CHECKPOINT_INDEX, record)
             return
         with (

@@ -194,7 +194,7 @@ def test_a_ratio_that_nothing_meets_exactly_is_a_ceiling(geometry) -> None:
     ("arguments", "words"),
     [
         ({"kv_ratios": []}, "at least one"),
-        ({"kv_ratios": [1.2]}, r"\(0, 1\)"),
+        ({"kv_ratios": [1.2]}, r"\(0, 1\]"),
         ({"kv_ratios": [0.5], "choices": {"grouping": ["tree"]}}, "tree"),
         ({"kv_ratios": [0.5], "choices": {"colour": ["red"]}}, "colour"),
         (
