@@ -137,7 +137,8 @@ class SearchSetup:
         never_stopped = baselines + sum(c.recipe.relaxation != "none" for c in problem.named)
         if not config.rungs.stop or config.rungs.scheduler == "none":
             never_stopped = trials - probes
-        step_tokens = config.train.batch_size * config.data.sequence_length
+        length = config.data.sequence_length
+        step_tokens = config.train.batch_size * length
         tokens = 0.0
         measured = float(trials * config.data.eval.tokens)
         for rung, (before, after) in enumerate(itertools.pairwise(config.rungs.steps), start=1):
@@ -153,7 +154,6 @@ class SearchSetup:
         # Candidates, and the baseline at each KV ratio
         trainings = len(ratios) + most_promoted(self.inputs, ratios)
         trainings *= promotion.enabled and promotion.steps > 0
-        length = config.data.sequence_length
         promoted = trainings * promotion.steps * config.promotion_train.batch_size * length
         measured += trainings * promotion.evaluations * config.data.eval.tokens
         return SearchWork(

@@ -174,7 +174,7 @@ def _fuse_keys(
     }
     maps: list[Tensor | None] = []
     for group in groups:
-        if _is_one_key(heads, group):
+        if _is_one_head(heads.k, heads.k_bias, group):
             maps.append(None)
             continue
         into, onto = key_maps(heads, group, statistics, geometry, width)
@@ -188,9 +188,9 @@ def _fuse_keys(
     return replace(heads, **sides, k=k, k_bias=k_bias)
 
 
-def _is_one_key(heads: LayerHeads, group: Sequence[int]) -> bool:
-    """Whether a group is of one key head, perhaps stored once for several query heads."""
-    first, _ = distinct_heads(heads.k[list(group)], _pick(heads.k_bias, group))
+def _is_one_head(rows: Tensor, bias: Tensor | None, group: Sequence[int]) -> bool:
+    """Whether a group is of one head, perhaps stored once for several query heads."""
+    first, _ = distinct_heads(rows[list(group)], _pick(bias, group))
     return len(first) == 1
 
 
@@ -204,7 +204,8 @@ def _under_whole_norm(
     factor that varies from token to token. The weights of the new norm correct its root mean
     square; the rest is the error of this form.
     """
-    if plan.key_width == 1 and all(_is_one_key(heads, group) for group in plan.key_groups):
+    whole = all(_is_one_head(heads.k, heads.k_bias, group) for group in plan.key_groups)
+    if plan.key_width == 1 and whole:
         first = [group[0] for group in plan.key_groups]
         return heads.changed(["k", "k_bias", "k_norm"], lambda rows: rows[first])
     fused = _fuse_keys(under_norm(heads), plan, statistics, geometry)
@@ -272,7 +273,7 @@ def _fuse_normed_values(
     single = {
         number: group[0]
         for number, group in enumerate(plan.value_groups)
-        if len(distinct_heads(heads.v[list(group)], _pick(heads.v_bias, group))[0]) == 1
+        if _is_one_head(heads.v, heads.v_bias, group)
     }
     numbers = list(single)
     sizes[numbers] = 1.0

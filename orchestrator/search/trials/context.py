@@ -183,7 +183,9 @@ class TrialContext:
         steps = self.relaxation_steps(recipe)
         if not steps:
             return None
-        kv_map = Checkpoint.open(self.model).geometry.kv_map
+        kv_map = None
+        if recipe.knobs("relaxation").get("halving"):
+            kv_map = Checkpoint.open(self.model).geometry.kv_map
         plan = (folder / "plan.json").read_text("utf-8")
         return relaxation_spec(recipe, plan, steps, settings, kv_map)
 
