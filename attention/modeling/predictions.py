@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_BYTES = 64 * 2**20  # of float32 logits of one model
+# Of float32 logits of one model. The C library maps blocks of more than 32 MiB anew each time, and
+# on a CPU their page faults take a quarter of a training step.
+CHUNK_BYTES = 24 * 2**20
 CHUNK_SHARE = 160  # of a GPU's memory: one part in so many
 CHUNK_POSITIONS = 1024
 """On a GPU: with fewer at once the head's weights are read, and their gradient added, too often."""

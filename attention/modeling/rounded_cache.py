@@ -153,9 +153,11 @@ def round_head(
         there = round_numbers(there, cache_format)
     else:
         matrix = hadamard(size).to(x.device)
-        turned = (there.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
-        rounded = round_numbers(turned, cache_format).unflatten(-1, (-1, size))
-        there = (rounded @ matrix).flatten(-2)
+        # As one product: of heads whose tokens are apart in memory, as queries are, torch would
+        # first copy the matrix for each token
+        turned = there.reshape(-1, size) @ matrix
+        rounded = round_numbers(turned.view(there.shape), cache_format)
+        there = (rounded.reshape(-1, size) @ matrix).view(there.shape)
     if order is not None:
         back = torch.empty_like(there)
         back[..., list(order)] = there

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from attention.base.products import exact_products
 from attention.base.progress import stage
 from attention.conversion.refinement.local import steps_in_all
 from attention.plan import AttentionPlan
@@ -53,7 +54,8 @@ def make_plan(
     check_budget(recipe, kv_ratio, context.geometry)
     recipe = with_width(recipe, kv_ratio, context.geometry)
     generators = site_generators(generator, context.geometry.num_layers)
-    return Planner(recipe, kv_ratio, context, *generators).plan()
+    with exact_products():
+        return Planner(recipe, kv_ratio, context, *generators).plan()
 
 
 def site_generators(

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.axes import REFINEMENT
+from attention.base.products import exact_products
 from attention.conversion.refinement.original import Original
 
 
@@ -94,7 +95,8 @@ def refine(
         count = "none" if sequences is None else len(sequences)
         raise ValueError(f"refinement={name} needs at least two calibration sequences, got {count}")
     more = {"layer_steps": layer_steps} if "increases" in part.needs else {}
-    return part(Original.of(original), converted, sequences, first=first, **more, **knobs)
+    with exact_products():
+        return part(Original.of(original), converted, sequences, first=first, **more, **knobs)
 
 
 @REFINEMENT.part("none", source="-")
