@@ -125,5 +125,15 @@ def train_section(
     record = apply_train_options(record, options.overrides or (), learning_rate, options.seed)
     if isinstance(record["train"], dict):
         gpus = float(checkpoints.device_of(options.device).type == "cuda")
-        record["train"] = {"gpus_per_worker": gpus} | record["train"]
+        train: Mapping[str, Any] = {"gpus_per_worker": gpus} | record["train"]
+        if not train["gpus_per_worker"] and starts_ray():
+            train = {"cpus_per_worker": _share_of_cpus(train.get("num_workers", 1)), **train}
+        record["train"] = train
     return record
+
+
+def _share_of_cpus(workers: Any) -> float:
+    """Return the CPUs of each worker where a training has this machine to itself."""
+    from orchestrator.cluster.ray_internals import cpus_of_machine
+
+    return cpus_of_machine() / (workers if isinstance(workers, int) and workers > 0 else 1)

@@ -272,9 +272,9 @@ class TrainingRequest(ABC):
         # Fields that came later, which a mark may lack
         later = {f.name: f.default for f in fields(self) if f.default is not MISSING}
         before = {**later, **mark}
-        before["settings"] = TrainSettings.model_validate(mark["settings"]).identity()
+        before["settings"] = _compared(TrainSettings.model_validate(mark["settings"]))
         now = json.loads(json.dumps(self.to_dict()))
-        now["settings"] = self.settings.identity()
+        now["settings"] = _compared(self.settings)
         if changed := [name for name in now if before.get(name) != now[name]]:
             raise ConfigError(
                 f"out: {self.folder} holds a training with another {', '.join(changed)}; give "
@@ -334,6 +334,11 @@ class TrainingRequest(ABC):
             **milestones[-1],
             "milestones": milestones,
         }
+
+
+def _compared(settings: TrainSettings) -> Mapping[str, Any]:
+    """Return the settings that a training is continued with: on any number of CPUs."""
+    return {key: value for key, value in settings.identity().items() if key != "cpus_per_worker"}
 
 
 def steps_between(steps: int, eval_every: int | None) -> int:

@@ -176,6 +176,22 @@ def test_a_training_that_was_begun_with_half_of_the_divergence_resumes_with_it(
         check_finetuning(models["converted"], out, **{**given, **another})
 
 
+def test_a_training_alone_on_a_machine_has_all_its_cpus_and_continues_with_others(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.tasks.training.starts_ray", lambda: True)
+    monkeypatch.setattr("orchestrator.cluster.ray_internals.get_num_cpus", lambda: 6)
+    out, given = tmp_path / "out", {**ASKED, "overrides": []}
+    request = check_finetuning(models["converted"], out, **given)
+    assert (request.settings.cpus_per_worker, request.settings.threads) == (6, 6)
+    request.note()
+    two = {**given, "overrides": ["train.num_workers=2"]}
+    assert check_finetuning(models["converted"], tmp_path / "two", **two).settings.cpus_per_worker == 3
+    assert check_finetuning(models["converted"], out, **ASKED).settings.cpus_per_worker == 0.4
+    monkeypatch.setattr("orchestrator.tasks.training.starts_ray", lambda: False)  # of a cluster only what is set
+    assert check_finetuning(models["converted"], out, **given).settings.cpus_per_worker == 1
+
+
 def test_a_training_of_other_weights_or_another_text_is_not_continued(
     models: dict[str, Path], little_text: str, tmp_path: Path
 ) -> None:
