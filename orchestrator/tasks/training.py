@@ -133,7 +133,11 @@ def train_section(
 
 
 def _share_of_cpus(workers: Any) -> float:
-    """Return the CPUs of each worker where a training has this machine to itself."""
+    """Return the CPUs of each worker where a training has this machine to itself.
+
+    At least one: more workers than CPUs do not fit, and the capacity check refuses them.
+    """
     from orchestrator.cluster.ray_internals import cpus_of_machine
 
-    return cpus_of_machine() / (workers if isinstance(workers, int) and workers > 0 else 1)
+    share = cpus_of_machine() / (workers if isinstance(workers, int) and workers > 0 else 1)
+    return max(1.0, share)

@@ -187,6 +187,8 @@ def test_a_training_alone_on_a_machine_has_all_its_cpus_and_continues_with_other
     request.note()
     two = {**given, "overrides": ["train.num_workers=2"]}
     assert check_finetuning(models["converted"], tmp_path / "two", **two).settings.cpus_per_worker == 3
+    twelve = {**given, "overrides": ["train.num_workers=12", "train.batch_size=12"]}  # one at least: they do not fit
+    assert check_finetuning(models["converted"], tmp_path / "twelve", **twelve).settings.cpus_per_worker == 1
     assert check_finetuning(models["converted"], out, **ASKED).settings.cpus_per_worker == 0.4
     monkeypatch.setattr("orchestrator.tasks.training.starts_ray", lambda: False)  # of a cluster only what is set
     assert check_finetuning(models["converted"], out, **given).settings.cpus_per_worker == 1
