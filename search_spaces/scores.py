@@ -138,7 +138,7 @@ class LayerOutputScore:
 
     @torch.no_grad()
     def scores(self, partitions: Sequence[Partition]) -> list[float]:
-        """`score` of each.
+        """Return the score of each partition (`score`).
 
         New groups are computed together, as many as may be remembered at a time.
         """

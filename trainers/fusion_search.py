@@ -162,7 +162,7 @@ def paired_plan(
     keys: Sequence[Tensor | None],
     values: Sequence[Tensor | None],
 ) -> AttentionPlan:
-    """`now` with the stored heads of every group of `goal` in pairs.
+    """Return the plan `now` with the stored heads of every group of `goal` in pairs.
 
     `keys`, `values`: a layer's distances `[S, S]`, of which those within groups of `goal` are read;
     None where nothing is to be fused.

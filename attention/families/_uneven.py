@@ -65,7 +65,7 @@ def separate(
 def reshape(
     fused: str, uneven: type[nn.Module], module: Any, geometry: HeadGeometry, plan: LayerPlan
 ) -> None:
-    """`separate` where the plan is not the identity."""
+    """Separate the fused projection (`separate`) where the plan is not the identity."""
     if not plan.is_identity:
         separate(fused, uneven, module, geometry, plan)
 

@@ -8,5 +8,5 @@ SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def full_name(name: Any) -> Any:
-    """`bf16` -> `bfloat16`; any name that is not a short name of a dtype is returned unchanged."""
+    """Return the long name of a dtype, `bfloat16` for `bf16`; any other name is unchanged."""
     return SHORT_DTYPES.get(name, name) if isinstance(name, str) else name

@@ -61,11 +61,11 @@ class HeadSlots:
         return cls(len(groups), width, in_order, place)
 
     def gather(self, x: Tensor) -> Tensor:
-        """`[B, H, n]` -> `[B, G, m, n]`."""
+        """Return the query heads `[B, H, n]` by group, `[B, G, m, n]`."""
         return x.index_select(1, self.heads.on(x.device)).unflatten(1, (self.groups, self.width))
 
     def scatter(self, x: Tensor) -> Tensor:
-        """`[B, G, m, n]` -> `[B, H, n]`, dropping the padding."""
+        """Return groups `[B, G, m, n]` as query heads `[B, H, n]`, without the padding."""
         return x.flatten(1, 2).index_select(1, self.place.on(x.device))
 
 
@@ -159,7 +159,7 @@ def decode_padded(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`decode` with two batched products over groups padded to the widest."""
+    """Compute `decode` by two batched products over groups padded to the widest."""
     scores = capped(decode_scores(query, key, maps, scaling).squeeze(2), softcap)
     weights = _softmax(scores, mask, None, sinks)
     return decode_mix(weights.unsqueeze(2), value, maps)
@@ -173,7 +173,7 @@ def decode_by_group(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
-    """`decode` with one product a group of each sequence, written in place.
+    """Compute `decode` by one product for each group of each sequence, written in place.
 
     Without gradients, on the CPU.
     """
@@ -210,7 +210,7 @@ def decode_scores(query: Tensor, key: Tensor, maps: HeadMaps, scaling: float | N
 
 
 def slices_of(states: Tensor, width: int) -> tuple[Tensor, ...]:
-    """`[B, n·m, ...]` -> m views `[B, n, ...]`, one of each slice of all heads."""
+    """Return m views `[B, n, ...]` of `[B, n·m, ...]`, one of each slice of all heads."""
     return states.unflatten(1, (-1, width)).unbind(2)
 
 

@@ -32,12 +32,12 @@ ATTENTION_NAME = "headfold"
 
 
 def expand_heads(states: Tensor, head_map: Tensor) -> Tensor:
-    """`[B, G, S, d]` -> `[B, H, S, d]`: each query head's own copy."""
+    """Return a copy of its group's head for each query head: `[B, H, S, d]` of `[B, G, S, d]`."""
     return states.index_select(1, head_map)
 
 
 def joined_slices(states: Tensor, width: int) -> Tensor:
-    """`[B, n·m, S, d]` -> `[B, n, S, m·d]`: the slices of each head of width m side by side."""
+    """Return `[B, n, S, m·d]` of `[B, n·m, S, d]`: the slices of each head of width m joined."""
     if width == 1:
         return states
     return states.unflatten(1, (-1, width)).transpose(2, 3).flatten(3)

@@ -28,7 +28,7 @@ _OWN = -1
 
 @dataclass(frozen=True)
 class Piece:
-    """`size` features from part `part` of `owner`: OWN, or the index of a lender."""
+    """Features of a projection: `size` of part `part` of `owner` (OWN, or a lender's index)."""
 
     owner: int
     part: int

@@ -78,7 +78,11 @@ class Storage:
     def of(
         cls, inputs: SearchInputs, trials: int, trainings: int, folder: Path | None = None
     ) -> Storage:
-        """`folder`: None for the configuration's."""
+        """Return the need of a search, or of a part of it.
+
+        Args:
+            folder: Where it writes; None for the configuration's.
+        """
         folder = folder or storage_path(inputs.config.storage)
         free = disk_free(folder)
         tokens = inputs.config.data.calibration.tokens

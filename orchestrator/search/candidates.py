@@ -122,7 +122,7 @@ class Candidate:
 
 @dataclass
 class CandidateSpace:
-    """`JointSpace` with two more decisions: the learning rate and the objective of training.
+    """A `JointSpace` with two more decisions: the learning rate and the objective of training.
 
     A point is decided one domain at a time.
     """

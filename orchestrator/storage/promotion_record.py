@@ -209,7 +209,7 @@ class EntryRecord(TypedDict):
 
 
 class PromotionRecord(TypedDict):
-    """`promotion.json`."""
+    """The content of `promotion.json`."""
 
     candidates: dict[str, EntryRecord]
     """Entries by trial id."""

@@ -17,7 +17,7 @@ def uniform(
     *,
     admissible: Sequence[int] | None = None,
 ) -> Counts:
-    """`kv_ratio * stored` key heads and as many value heads in each layer (Ainslie 2023).
+    """Keep `kv_ratio * stored` key and value heads in each layer (Ainslie 2023).
 
     Args:
         stored: KV heads per layer of the checkpoint.

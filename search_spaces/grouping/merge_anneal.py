@@ -96,7 +96,7 @@ def merge_anneal(
     equal_sizes: bool = True,
     steps: int = _STEPS,
 ) -> Grouping:
-    """`merge`, then rounds of annealing, each followed by local search; the best partition counts.
+    """Merge pairs (`merge`), then anneal in rounds with local search; return the best partition.
 
     Steps are swaps, and moves too if sizes may differ. The temperature starts at the mean change of
     cost over random steps, so that the unit of the cost does not matter, and falls geometrically;
@@ -116,7 +116,7 @@ def annealed_rounds(
     steps: int = _STEPS,
     prices: int = PRICES,
 ) -> Grouping:
-    """`merge_anneal` with another number of prices."""
+    """Run `merge_anneal` with another number of prices."""
     cost = problem.need_cost().afresh()
     groups = problem.groups
     start = merge(replace(problem, objective=cost), generator, equal_sizes=equal_sizes)

@@ -91,7 +91,7 @@ def shared_exact_partition(
 
 
 class Programme:
-    """f of all subsets that can be left when groups are taken away, each with the first head left.
+    """The least cost of all subsets that are left when groups are taken, each with its first head.
 
     All subsets but the whole lack head 0, which halves their number.
 

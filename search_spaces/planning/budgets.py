@@ -178,7 +178,7 @@ def _refused(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry)
 
 
 def require_budget(recipe: Recipe, kv_ratio: float | Fraction, geometry: HeadGeometry) -> None:
-    """`check_budget` without a search for budgets to name.
+    """Check a budget as `check_budget` does, without a search for budgets to name.
 
     For many calls, as of a space that is being laid out.
     """

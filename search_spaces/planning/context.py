@@ -205,7 +205,7 @@ class PlanningContext:
         return FitTexts.of(self.original_layers, self.measured_on(FIT_TOKENS, least=2))
 
     def output_metric(self, layer: int, tokens: int) -> Tensor:
-        """`attention.conversion.sensitivity` of a layer, on about so many tokens."""
+        """Return the metric of a layer (`attention.conversion.sensitivity`), on about `tokens`."""
         if self.output_metrics is not None:
             return self.output_metrics[layer]
         if tokens not in self._metrics:

@@ -34,7 +34,7 @@ class StoredPrices:
         self.file = file
 
     def read(self) -> dict[int, np.ndarray]:
-        """float64 prices by size.
+        """Return the float64 prices by size.
 
         None if the file is missing or damaged, since they can be worked out again.
         """

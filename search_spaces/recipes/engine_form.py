@@ -43,7 +43,12 @@ class EngineForm:
 
     @classmethod
     def of(cls, name: str, config: Any, geometry: HeadGeometry) -> EngineForm:
-        """`config`, `geometry`: of the checkpoint.
+        """Return the form that an engine's target holds of a checkpoint.
+
+        Args:
+            name: Of the target.
+            config: Of the checkpoint.
+            geometry: Of the checkpoint.
 
         Raises:
             ValueError: Naming the targets for one that is unknown.

@@ -19,9 +19,9 @@ MATCHES = ("qk", "q", "k", "v", "qkv", "apart")
 
 @dataclass(frozen=True)
 class SharingProblem:
-    """`heads`: lifted, one entry per layer.
+    """What sharing between layers is chosen by.
 
-    `mlps()` reads the MLP of every layer, if it is used.
+    `heads` are lifted, one entry per layer; `mlps()` reads the MLP of every layer, if it is used.
     """
 
     heads: Sequence[LayerHeads]

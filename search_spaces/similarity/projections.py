@@ -36,9 +36,7 @@ def layout_of_side(heads: LayerHeads, geometry: HeadGeometry, side: str) -> Rota
 def activations(
     heads: LayerHeads, statistics: LayerStatistics | None, side: str, tokens: int
 ) -> Tensor:
-    """`x W_h^T + b_h` on at most `tokens` evenly spaced tokens of the stored inputs.
-
-    `[H, n, d]` float32.
+    """Return `x W_h^T + b_h`, `[H, n, d]` float32, on at most `tokens` evenly spaced stored inputs.
 
     Keys are taken before rotation and before a key norm.
 

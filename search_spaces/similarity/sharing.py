@@ -70,7 +70,7 @@ def similarity_pairs(
     statistics: Sequence[LayerStatistics],
     geometry: HeadGeometry,
 ) -> list[dict[str, PairCosines]]:
-    """`pair_cosines` of every layer and side.
+    """Return the similarities of pairs (`pair_cosines`) of every layer and side.
 
     They depend on the checkpoint alone: all plans can use them.
     """

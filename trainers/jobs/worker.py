@@ -151,12 +151,12 @@ def _trainer(
     preemptions: int = -1,
     resize_seconds: float = RESIZE_SECONDS,
 ) -> TorchTrainer:
-    """`max_failures`, `preemptions`.
-
-    Number of times that the workers may fail, or lose a node that is taken away, and start again
-    (-1: without limit). Those of a pool's group never restart: the pool would not recognise them.
+    """Return the trainer of a function on workers.
 
     Args:
+        max_failures: Number of times that the workers may fail and start again (-1: without
+            limit). Those of a pool's group never restart: the pool would not recognise them.
+        preemptions: The same for the loss of a node that is taken away.
         resize_seconds: How often more workers may take the place of fewer.
     """
     workers, cpus, gpus, accelerator_type, strategy, device, fewest, timeout_s = shape

@@ -50,7 +50,7 @@ ZETA = 1.1
 
 
 def stretched(s: Tensor) -> Tensor:
-    """min(1, max(0, s (ζ - γ) + γ)): Louizos 2017, Eq. 11."""
+    """Return min(1, max(0, s (ζ - γ) + γ)): Louizos 2017, Eq. 11."""
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 

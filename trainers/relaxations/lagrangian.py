@@ -42,7 +42,7 @@ _SOURCE = "Chen 2024 (DHA), sec. 4.2, Eq. 5 to 8, and App. B.2"
 
 
 def identity_coefficients(groups: HeadGroups, width: int) -> Tensor:
-    """ω at the start, `[P, width]`.
+    """Return ω at the start, `[P, width]`.
 
     1 where a head meets itself, 0 elsewhere, so that every head is itself (Eq. 5).
     """
@@ -54,7 +54,7 @@ def identity_coefficients(groups: HeadGroups, width: int) -> Tensor:
 
 
 def group_blocks(omega: Tensor, groups: HeadGroups) -> list[Tensor]:
-    """ω `[P, width]` as one `[g, g, width]` a group.
+    """Return ω `[P, width]` as one `[g, g, width]` for each group.
 
     `block[h, j]` is what head h takes of head j.
     """

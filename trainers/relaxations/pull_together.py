@@ -215,7 +215,7 @@ class PullTogether(Relaxation):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """distance: the remaining share of the squared distance of all pairs, 1 at step 0."""
+        """Return `distance`, the remaining share of the pairs' squared distance, 1 at step 0."""
         stars: list[Any] = list(self.stars)
         now = torch.stack([star.distance() for star in stars]).sum()
         self._left = float(now / torch.stack([star.start.float() for star in stars]).sum())

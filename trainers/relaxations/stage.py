@@ -126,7 +126,7 @@ class RelaxationSpec:
 def relaxed_objective(
     relaxation: Relaxation, loss_fn: LossFunction, step: Callable[[], int]
 ) -> LossFunction:
-    """`loss_fn` plus the penalty; `step()` returns how many steps are done.
+    """Return `loss_fn` plus the penalty; `step()` returns how many steps are done.
 
     The penalty is also `relaxation.last_penalty`.
     """

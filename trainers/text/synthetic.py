@@ -30,9 +30,10 @@ SHOTS = (2, 3, 4, 5, 6, 7)  # the paper's mixture
 
 @dataclass(frozen=True, order=True)
 class SyntheticTask:
-    """`pattern`: a key of PATTERNS.
+    """A task of generated text.
 
     Attributes:
+        pattern: A key of PATTERNS.
         domain: A key of DOMAINS.
         transformation: One that the domain knows.
     """

@@ -176,7 +176,12 @@ class TokenSetWriter:
         return self._shards[number - 1].end if number else TextPosition()
 
     def write(self, number: int, sequences: np.ndarray, end: TextPosition) -> None:
-        """`sequences` `[rows, T]`; `end`: where in the text the next shard begins.
+        """Write a shard.
+
+        Args:
+            number: Of the shard.
+            sequences: Token ids `[rows, T]`.
+            end: Where in the text the next shard begins.
 
         Raises:
             ValueError: For a token id that the set's type cannot hold.

@@ -50,9 +50,10 @@ def fold(
     *,
     floor: float = 0.1,
 ) -> LayerHeads:
-    """k_i <- E_i^-T k_i with q_i <- E_i q_i, and v_i <- B_i^-1 v_i with o_i <- o_i B_i.
+    """Align the heads of each group by the maps of least-squares fusion.
 
-    Logits are unchanged.
+    k_i <- E_i^-T k_i with q_i <- E_i q_i, and v_i <- B_i^-1 v_i with o_i <- o_i B_i: logits are
+    unchanged.
 
     E and B are least-squares fusion's, stretched where they would shrink a direction below `floor`
     of the greatest. With a norm on queries and keys only values move, and with one on values they

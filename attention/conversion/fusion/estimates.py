@@ -26,9 +26,9 @@ LEADING_STEPS = 3
 
 
 class PooledValueCost(Cost):
-    """`ValueCost` as if all heads saw the inputs of the mean head.
+    """The cost of `ValueCost` as if all heads saw the inputs of the mean head.
 
-    From above, and the closer the more `steps`.
+    It is an upper bound, the closer the more `steps`.
 
     Under one covariance the cost is what the eigenvalues of the group's Gram hold beyond the d
     largest, whose sum a subspace iteration bounds from below.
@@ -111,7 +111,7 @@ class PooledValueCost(Cost):
 
 
 class LeadingValueCost(Cost):
-    """`ValueCost` estimated with each head's own moment of the layer's K leading outputs.
+    """An estimate of `ValueCost` with each head's own moment of the layer's K leading outputs.
 
     The part that they do not predict has the pooled moment. All heads' outputs are y = A z + rest,
     z the leading combinations; each head's Gram is A cov_h(z) A^T + the pooled Gram of the rest.

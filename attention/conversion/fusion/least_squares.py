@@ -128,7 +128,7 @@ def key_maps(
     geometry: HeadGeometry,
     width: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """`[g, m d, d]` twice, m = `width`.
+    """Return the maps of keys into the fused head, and of queries, `[g, m d, d]` each, m = `width`.
 
     F with k' = sum_i F_i k_i, and E with q'_i = E_i q_i, so that q'_i^T k' ~ q_i^T k_i.
     """

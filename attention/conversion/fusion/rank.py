@@ -27,9 +27,9 @@ CUTOFF = 1e-10
 
 @dataclass(frozen=True)
 class RealFit:
-    """basis N `[u, f, n]`, back L `[g, f, n]` with y_i ~ L_i y', errors `[g]`.
+    """A fused head as a basis N `[u, f, n]`, and each head from it, y_i ~ L_i y'.
 
-    The mean of |R_i (y_i - L_i y')|^2.
+    `back` is L `[g, f, n]`, `errors` `[g]` the mean of |R_i (y_i - L_i y')|^2.
     """
 
     basis: Tensor
@@ -210,10 +210,11 @@ def _size_factor(grams: Tensor, which: Tensor, basis: Tensor, dim: int) -> Tenso
 
 
 def complex_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
-    """`[P, H, H]` complex.
+    """Return the Gram of heads in their rotary pairs, `[P, H, H]` complex.
 
-    Mean of z_i conj(z_j), where z = y_first + i y_second, of the outputs y of rows `[H, d, e]`
-    whose inputs have this moment `[e, e]`. Of their Gram only the blocks of pairs are multiplied.
+    It is the mean of z_i conj(z_j), where z = y_first + i y_second, of the outputs y of rows
+    `[H, d, e]` whose inputs have this moment `[e, e]`. Of their Gram only the blocks of pairs are
+    multiplied.
     """
 
     def pairs(y: Tensor) -> Tensor:

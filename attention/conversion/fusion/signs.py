@@ -38,10 +38,10 @@ def unit_gram(rows: Tensor, moment: Tensor, layout: RotaryLayout) -> Tensor:
 
 
 def signs(gram: Tensor) -> Tensor:
-    """`[..., g, g]` -> 1 or -1 for each member `[..., g]`, with a large sum of s_i s_j gram_ij.
+    """Return 1 or -1 for each member `[..., g]`, with a large sum of s_i s_j gram_ij.
 
-    Those of the leading eigenvector, then one head at a time while that adds most. The first member
-    keeps its own.
+    `gram` is `[..., g, g]`. Signs are those of the leading eigenvector, then one head at a time is
+    turned while that adds most. The first member keeps its sign.
     """
     leading = torch.linalg.eigh(gram)[1][..., -1]
     chosen = torch.where(leading * leading[..., :1] < 0, -1.0, 1.0).to(gram)

@@ -193,7 +193,7 @@ def shared_steps(steps: int, increases: Sequence[float]) -> list[int]:
 
 
 def records_in_float(text: Text, layer: int) -> tuple[Record, ...]:
-    """`Text.at`, in float32."""
+    """Return the records of a layer (`Text.at`) in float32."""
     return tuple(_in_float(record) for record in text.at(layer))
 
 
@@ -225,7 +225,7 @@ def output_errors(module: nn.Module, records: Sequence[Record]) -> Iterator[Tens
 
 
 def layer_error(module: nn.Module, records: Sequence[Record]) -> float:
-    """`|attention - target|^2 / |target|^2` over all records."""
+    """Return `|attention - target|^2 / |target|^2` over all records."""
     wrong = sum(error.double().square().sum() for error in output_errors(module, records))
     power = sum(r.output.double().square().sum() for r in records)
     return float(wrong / power)

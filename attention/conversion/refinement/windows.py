@@ -48,7 +48,7 @@ class _Prefix(DynamicCache):
 
 
 def windows(length: int, positions: int) -> list[tuple[int, int]]:
-    """`length` positions in equal parts of about `positions` each: (first, end) of each."""
+    """Return (first, end) of equal parts of about `positions` each, of `length` positions."""
     count = max(1, round(length / positions))
     edges = [length * i // count for i in range(count + 1)]
     return list(itertools.pairwise(edges))

@@ -308,7 +308,7 @@ def advance(model: PreTrainedModel, streams: Tensor, batch_size: int) -> None:
 
 
 def advance_rows(model: PreTrainedModel, streams: Tensor, ids: Tensor) -> None:
-    """`advance` for some of the streams, by the ids `[B, T]` of `rows_of` that stand for them."""
+    """Advance some of the streams (`advance`), by the ids `[B, T]` of `rows_of` for them."""
     streams[ids[:, 0]] = run_to(model, the_layer(model), ids).output.to(streams)
 
 

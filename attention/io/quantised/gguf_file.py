@@ -47,7 +47,7 @@ class GGUFFile:
 
     @cached_property
     def reader(self) -> Any:
-        """`gguf.GGUFReader`, which maps the file.
+        """The file, mapped by a `gguf.GGUFReader`.
 
         Raises:
             CheckpointError: For a file that is not whole.

@@ -174,7 +174,7 @@ def _fp8(
 
 
 def scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
-    """`weight` `[..., N, K]` times its factors, in float32.
+    """Return `weight` `[..., N, K]` times its factors, in float32.
 
     Args:
         scale: One number, one of each row, of each row's group of columns `[..., N, G]`, or of each

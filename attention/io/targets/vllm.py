@@ -162,7 +162,7 @@ def write(model: PreTrainedModel, folder: Path, dtype: str, tokenizer: Any = Non
 
 
 def deci_fields(config: Any, plan: AttentionPlan) -> dict[str, Any]:
-    """config.json of a Llama-like model as DeciLM."""
+    """Return the fields of config.json of a Llama-like model as DeciLM."""
     heads = query_heads_for_all(plan)
     counts = kv_heads_of(plan)
     family = family_of(config).name

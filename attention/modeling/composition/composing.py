@@ -220,7 +220,7 @@ class Compose(nn.Module):
                 _fill(self.base, math.sqrt(1 / self.base.shape[-1]), generator)
 
     def key_weights(self, x: Tensor) -> Tensor | None:
-        """`[B, S, D]` -> `[B, S, H(2R+1)]`, what the cache keeps of these tokens.
+        """Return what the cache keeps of the tokens `x [B, S, D]`, as `[B, S, H(2R+1)]`.
 
         None without a key side.
         """

@@ -160,7 +160,7 @@ class Rungs:
 
 
 class FrontHalving(RungScheduler):
-    """`Rungs` for Tune.
+    """The scheduler of `Rungs` for Tune.
 
     When the searcher has no more candidates, nothing runs and no trial is to advance, the trials
     that still wait are stopped, after at least one of each rung has advanced.

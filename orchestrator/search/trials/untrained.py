@@ -237,6 +237,6 @@ def shared_pairs(context: TrialContext) -> Any:
 
 
 def watched_facts(candidate: Candidate, context: TrialContext, folder: Path) -> TrainingReport:
-    """`untrained_facts`, with its progress sent to the driver, which shows it."""
+    """Return `untrained_facts`, and send progress to the driver, which shows it."""
     with publish_progress(str(folder), "planning"):
         return untrained_facts(candidate, context, folder)

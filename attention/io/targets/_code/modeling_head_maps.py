@@ -38,7 +38,10 @@ def indices(head_map: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def spread(states: Tensor, head_map: Sequence[int]) -> Tensor:
-    """`[batch, kept heads, tokens, head dim]` -> `[batch, query heads, tokens, head dim]`."""
+    """Return the kept head of each query head, `[batch, query heads, tokens, head dim]`.
+
+    `states` are `[batch, kept heads, tokens, head dim]`.
+    """
     return states.index_select(1, indices(tuple(head_map), states.device))
 
 

@@ -20,9 +20,11 @@ from attention.plan import AttentionPlan
 
 @dataclass(frozen=True)
 class Architecture:
-    """`interleaved`: rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2.
+    """How llama.cpp computes and names a model.
 
     Attributes:
+        name: In llama.cpp.
+        interleaved: Rotary pairs are dims 2i and 2i + 1 instead of i and i + r/2.
         fused: One projection for queries, keys and values.
         rms_norm: Its norms divide by the root mean square and have no shift.
         own_counts: Whether each layer may have a different number of heads.

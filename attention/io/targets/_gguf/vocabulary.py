@@ -124,7 +124,7 @@ def _prefixes(whole: dict[str, Any]) -> bool:
 
 
 def split_rule(whole: dict[str, Any]) -> str:
-    """llama.cpp's name for the way in which a byte-level tokenizer splits text.
+    """Return llama.cpp's name for the way in which a byte-level tokenizer splits text.
 
     Raises:
         TargetError: For another way.
