@@ -231,9 +231,9 @@ def engine_caches(work: Workspace) -> Iterator[Row]:
 
 
 def long_context(work: Workspace) -> Iterator[Row]:
-    """Recall of a hidden line: 60 contexts of each length for each model."""
-    lengths, texts = ("128", "2") if work.quick else ("1024,2048,4096,8192", "3")
-    options = [*work.held_out, "--speed-tokens", "0", "--context-lengths", lengths, "--context-texts", texts]
+    """Recall of a hidden line: 40 contexts of each length for each model."""
+    lengths = "128" if work.quick else "1024,2048,4096,8192"
+    options = [*work.held_out, "--speed-tokens", "0", "--context-lengths", lengths, "--context-texts", "2"]
     for name, folder in {"original": GGUF, **chosen(work)}.items():
         record = work.run(f"context-{name}", "evaluate", folder, *options)
         for context, depths in record["long_context"]["recall"]["checkpoint"].items():
