@@ -11,6 +11,7 @@ from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
+from attention.base.progress import stage
 from orchestrator.evaluation.generations import (
     Generation,
     compare_generations,
@@ -128,12 +129,19 @@ class PreparedExtras:
             measured["tasks"] = self.tasks.scores(model, self.tokenizer)
         if self.prompts:
             end = self.tokenizer.eos_token_id
-            measured["continuations"] = [greedy(model, prompt, end) for prompt in self.encoded]
+            continuations = measured["continuations"] = []
+            with stage("continuing prompts", len(self.encoded), "prompts") as progress:
+                for prompt in self.encoded:
+                    continuations.append(greedy(model, prompt, end))
+                    progress.step()
         if self.longest is not None:
             measured["loss_by_position"] = loss_by_position(model, self.longest)
-            measured["recall"] = {
-                str(length): needles.recall(model) for length, needles in self.needles.items()
-            }
+            tokens = sum(needles.ids.numel() for needles in self.needles.values())
+            with stage("recall in long contexts", tokens, "tokens") as progress:
+                measured["recall"] = {
+                    str(length): needles.recall(model, progress.step)
+                    for length, needles in self.needles.items()
+                }
         return measured
 
     def record(self, models: Mapping[str, Any]) -> ExtrasRecord:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -138,11 +138,18 @@ class Needles:
             candidates.append(values)
         return cls(torch.tensor(contexts).transpose(0, 1), torch.tensor(candidates))
 
-    def recall(self, model: Any) -> list[Recall]:
-        """Return how a model recalls the lines of each depth."""
-        return [self._recall_at(model, index) for index in range(len(DEPTHS))]
+    def recall(
+        self, model: Any, count: Callable[[int], None] = lambda tokens: None
+    ) -> list[Recall]:
+        """Return how a model recalls the lines of each depth.
 
-    def _recall_at(self, model: Any, depth: int) -> Recall:
+        Args:
+            model: Takes contexts of this length.
+            count: Called with the number of tokens that were read since the last call.
+        """
+        return [self._recall_at(model, index, count) for index in range(len(DEPTHS))]
+
+    def _recall_at(self, model: Any, depth: int, count: Callable[[int], None]) -> Recall:
         device = next(model.parameters()).device
         contexts = self.ids[depth].flatten(0, 1)
         candidates = self.candidates.repeat_interleave(CANDIDATES, 0)
@@ -156,6 +163,7 @@ class Needles:
                 logs = head(states[:, -1]).float().log_softmax(-1).cpu()
                 scores.append(logs.gather(1, values))
                 likeliest.append(logs.argmax(1))
+                count(ids.numel())
         # [text, hidden value, scored value]
         table = torch.cat(scores).view(len(self.candidates), CANDIDATES, CANDIDATES)
         hidden = table.diagonal(dim1=1, dim2=2)

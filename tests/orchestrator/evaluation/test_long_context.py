@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from attention.base.progress import show_progress
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation import long_context
 from orchestrator.evaluation.extras import Extras
@@ -119,7 +120,11 @@ def test_a_record_has_both_models_by_field(
         return torch.randint(1000, (NUM_TEXTS, length), generator=torch.Generator().manual_seed(length))
 
     prepared = Extras(context_lengths="64,96").prepare(demo_tokenizer, 512, held_out, 0)
-    made = prepared.measure(demo_model)
+    lines: list[str] = []
+    with show_progress("evaluate", lines.append, every=0):
+        made = prepared.measure(demo_model)
+    tokens = len(DEPTHS) * NUM_TEXTS * CANDIDATES * (64 + 96)
+    assert lines[-1].startswith(f"recall in long contexts: {tokens} of {tokens} tokens")
     record = prepared.record({"checkpoint": made, "original": made})
     assert set(record) == {"long_context"}
     assert set(record["long_context"]["recall"]["original"]) == {"64", "96"}
