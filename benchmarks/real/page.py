@@ -98,7 +98,8 @@ ABOUT = {
     "the rate of averaged heads (`gqa`), of least squares, and of heads that are fitted (`headfold_gqa`).",
     "search": f"`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
     f"towards the original's predictions. {_SEARCH_TEXT} Each arm has the rate that is best "
-    "for its kind of conversion above. *copy*: the same model as that of an earlier trial, whose result it takes.",
+    "for its kind of conversion above, of which that of `gqa` is unstable at a third of the heads "
+    "([log](../benchmarks/LOG.md)). *copy*: the same model as that of an earlier trial, whose result it takes.",
     "promotion": "The same with two recipes at one size: the better one is promoted, which trains it and the baseline "
     "further, compares both on other text, registers the model, and exports it.",
 }
