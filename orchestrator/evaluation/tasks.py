@@ -7,11 +7,12 @@ import io
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TextIO
 
 from attention.base.messages import reason
+from attention.base.progress import ProgressStage, stage
 from orchestrator.config.schema import ConfigError
 from orchestrator.evaluation.ruler import PREFIX, ruler_configs
 from orchestrator.evaluation.task_files import TaskConfig, check_installed, task_specs
@@ -76,7 +77,8 @@ class HarnessTasks:
         """
         from jinja2.exceptions import TemplateError
 
-        with _quiet():
+        screen = sys.stderr
+        with stage("tasks", 0, "requests") as progress, _quiet():
             import lm_eval
             from lm_eval.models import huggingface
             from lm_eval.tasks import TaskManager
@@ -86,6 +88,7 @@ class HarnessTasks:
             wrapped = adapter.HFLM(
                 pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size
             )
+            _count_requests(wrapped, progress, screen)
             try:
                 results = harness.simple_evaluate(
                     wrapped,
@@ -107,6 +110,33 @@ class HarnessTasks:
             name: _metrics_of(results["results"][name], counts.get(name, {}))
             for name in self.metrics
         }
+
+
+def _count_requests(wrapped: Any, progress: ProgressStage, screen: TextIO) -> None:
+    """Show how many of its requests a model of the harness has answered, in the place of its bars.
+
+    Args:
+        wrapped: The model.
+        progress: Counts them.
+        screen: Where progress is shown, from which `_quiet` keeps the harness.
+    """
+    from lm_eval.api.model import CacheHook
+
+    class Counter(CacheHook):
+        def add_partial(self, attr: str, req: Iterable[Any], res: Any) -> None:
+            progress.step()
+
+    def counted(answer: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+        def answer_and_count(requests: Sequence[Any]) -> Any:
+            progress.total = (progress.total or 0) + len(requests)
+            with contextlib.redirect_stderr(screen):
+                return answer(requests, disable_tqdm=True)
+
+        return answer_and_count
+
+    wrapped.set_cache_hook(Counter(None))
+    for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+        setattr(wrapped, name, counted(getattr(wrapped, name)))
 
 
 def _load(manager: Any, spec: str | TaskConfig) -> list[Any]:
@@ -146,7 +176,7 @@ def _metrics_of(result: Mapping[str, Any], counts: Mapping[str, int]) -> dict[st
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Run the harness without its log, without bars where nobody watches, and in a sandbox.
+    """Run the harness without its log and its bars, and in a sandbox.
 
     Its templates reach nothing but their data.
     """
@@ -163,9 +193,8 @@ def _quiet() -> Iterator[None]:
     sandbox.filters.update(environment.filters)
     logger.setLevel(logging.CRITICAL)
     harness.env = sandbox
-    stderr = contextlib.redirect_stderr(io.StringIO())
     try:
-        with contextlib.nullcontext() if sys.stderr.isatty() else stderr:
+        with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         harness.env = environment

@@ -15,6 +15,7 @@ import yaml
 from command_line import run_here
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from attention.base.progress import show_progress
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
@@ -77,6 +78,21 @@ def test_random_weights_are_at_chance(
     random = HarnessTasks(["demo"]).scores(untrained, demo_tokenizer)
     for name, metric, chance in CHANCES:
         assert abs(random[name][metric] - chance) < 3 * scores[name][f"{metric}_stderr"]
+
+
+def test_progress_counts_the_requests_of_the_harness_and_its_bars_are_not_shown(
+    write: Write,
+    demo_model: PreTrainedModel,
+    demo_tokenizer: PreTrainedTokenizerBase,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tasks = HarnessTasks([str(write())])
+    with show_progress("evaluate", every=0):
+        tasks.scores(demo_model, demo_tokenizer)
+    lines = capsys.readouterr().err.splitlines()
+    counts = [line for line in lines if line.startswith("tasks: ")]
+    assert counts[-1].startswith("tasks: 32 of 32 requests")  # eight items of four choices
+    assert all(line.startswith(("tasks: ", "evaluate: ")) for line in lines)
 
 
 def test_shipped_files_are_small_and_packaged() -> None:
