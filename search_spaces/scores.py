@@ -225,7 +225,10 @@ class LayerOutputScore:
         sinks = self.heads.sinks
         scaling = getattr(self.module, "scaling", None)
         softcap = getattr(self.module, "attn_logit_softcapping", None)
-        window = getattr(self.module, "sliding_window", None) or 0
+        # Mistral, Mixtral and Phi-3 read it from the config when they compute
+        own = hasattr(self.module, "sliding_window")
+        source = self.module if own else getattr(self.module, "config", None)
+        window = getattr(source, "sliding_window", None) or 0
         if sinks is None and softcap is None and not 0 < window < q_gSTd.shape[2]:
             return scaled_dot_product_attention(
                 q_gSTd, k_gSTd, v_gSTd, is_causal=True, scale=scaling

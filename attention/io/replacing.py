@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from attention.io.files import names_beside, sha256
-from attention.io.sources import check_source
+from attention.io.sources import check_source, source_name
 
 DIGESTS = "digests.json"
 _LONGEST = 64  # characters of a file's name in a checkpoint
@@ -55,6 +55,7 @@ def check_folder(
     sources = list(reads)
     for source in sources:
         check_source(source, "model")
+    sources = [*sources, *map(source_name, sources)]  # of a plain copy
     try:
         path = resolved(folder)
         _check_place(path, sources, key)

@@ -11,6 +11,7 @@ from typing import Any
 from attention.checkpoint import Checkpoint
 from attention.families import family_of
 from attention.io.targets import EngineSupport, TargetError, targets
+from attention.io.targets._vllm import without_vllm
 from attention.modeling.model_classes import TYPE_PREFIX
 from attention.plan import AttentionPlan
 
@@ -47,9 +48,14 @@ def format_of(folder: str | Path | Checkpoint, dtype: Any) -> dict[str, Any]:
             "format_note": f"{note}; {way_out}",
         }
         return facts | ({"padding": padding} if padding else {})
-    readers = _readers(config, plan)
+    supported = support_by_target(config, plan)
+    readers = _readers(config, plan, supported)
     direct = [software for software in readers if software != ALL[2]]
-    commands = [f"`vllm serve {shlex.quote(str(folder))}`"] if ALL[1] in direct else []
+    commands = []
+    if ALL[1] in direct:
+        commands.append(f"`vllm serve {shlex.quote(str(folder))}`")
+    elif "vllm" in supported:  # in another form than the stock one
+        commands.append(f"`{export_command(folder, 'vllm')}`, for {ALL[1]}")
     if ALL[2] in readers:  # as the one file that it reads
         commands.append(f"`{export_command(folder, 'gguf')}`, for {ALL[2]}")
     name = (
@@ -104,12 +110,16 @@ def support_by_target(config: Any, plan: AttentionPlan) -> dict[str, EngineSuppo
     return support
 
 
-def _readers(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
+def _readers(
+    config: Any, plan: AttentionPlan, supported: Mapping[str, EngineSupport]
+) -> tuple[str, ...]:
     """Return the software that loads a stock folder, llama.cpp by way of target gguf."""
-    supported = support_by_target(config, plan)
-    if "vllm" not in supported:
-        return ALL[:1]
-    return ALL if "gguf" in supported else ALL[:2]
+    reads = {
+        ALL[0]: True,
+        ALL[1]: "vllm" in supported and not without_vllm(config, plan),
+        ALL[2]: "vllm" in supported and "gguf" in supported,
+    }
+    return tuple(name for name in ALL if reads[name])
 
 
 def _reason(plan: AttentionPlan) -> str:

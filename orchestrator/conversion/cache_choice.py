@@ -20,6 +20,7 @@ from attention.cache_formats import (
     VLLM,
     CacheFormatError,
     CacheOption,
+    CachePair,
     FormatRecord,
     cache_options,
     offered_formats,
@@ -210,24 +211,20 @@ class EngineBudget:
                 f"formats; give --kv-bytes and --for {' or '.join(_FORMAT_ENGINES)}"
             )
         pair = None if automatic else read_cache_format(str(options.cache_format))
+        name = _FORMAT_ENGINES[engine] if engine else pair.engines[0] if pair else LLAMA_CPP
         if options.kv_bytes is None:
+            _options(checkpoint, name, [1.0], pair)
             return None
-        ratios = requested_ratios(checkpoint, None, None, options.kv_bytes, dtype="float16")
+        ratios = requested_ratios(
+            checkpoint, options.kv_ratio, options.kv_heads, options.kv_bytes, dtype="float16"
+        )
         shares = [byte_share(ratio, checkpoint.geometry) for ratio in ratios]
         if automatic and len(shares) > 1:
             raise ConfigError(
                 "kv_bytes: one size at a time is divided between bits and heads; give one, or name "
                 "the format: --cache-format q8_0"
             )
-        name = _FORMAT_ENGINES[engine] if engine else pair.engines[0] if pair else LLAMA_CPP
-        try:
-            candidates = [
-                option
-                for share in shares
-                for option in cache_options(checkpoint.plan, name, share, pair)
-            ]
-        except CacheFormatError as error:
-            raise ConfigError(f"cache_format: {error}") from None
+        candidates = _options(checkpoint, name, shares, pair)
         # A named format is one option a share
         for share, option in () if automatic else zip(shares, candidates, strict=True):
             if option.kv_ratio >= 1:
@@ -254,6 +251,24 @@ class EngineBudget:
                     nearest_budget(recipe, ratio, geometry)
                     possible.append(ratio)
         return possible or [min(ratios)]
+
+
+def _options(
+    checkpoint: Checkpoint, engine: str, shares: Sequence[float], pair: CachePair | None
+) -> list[CacheOption]:
+    """Return the formats for each share (`cache_options`).
+
+    Raises:
+        ConfigError: For a format that the engine does not hold for such heads.
+    """
+    try:
+        return [
+            option
+            for share in shares
+            for option in cache_options(checkpoint.plan, engine, share, pair)
+        ]
+    except CacheFormatError as error:
+        raise ConfigError(f"cache_format: {error}") from None
 
 
 def _engine_of_formats(options: ConvertOptions) -> str | None:

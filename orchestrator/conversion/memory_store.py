@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.base.memory import freeze_garbage
-from attention.cache_formats import CachePair, format_record
+from attention.cache_formats import CacheFormatError, CachePair, format_record
 from attention.calibration.calibrate import calibrate
 from attention.calibration.sizes import stored_tokens
 from attention.calibration.store import Calibration
@@ -39,7 +39,7 @@ from search_spaces.site import FUSION_DISTANCES
 from trainers.evaluation import CachedTeacher, evaluate
 from trainers.loop import TrainingDiverged
 from trainers.polish import polish
-from trainers.rounded_caches import RoundedCacheRow, measure_rounded
+from trainers.rounded_caches import measure_rounded
 from trainers.search_phase import search_phase_settings
 
 
@@ -136,7 +136,9 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             round_weights(layers, request.written)  # what is measured is what is written
             losses = self.compare(layers)
             if self.cache_pair is not None:
-                losses = {**losses, "engine_cache": self._in_engine_cache(layers, self.cache_pair)}
+                cached = self._in_engine_cache(layers, self.cache_pair)
+                notes = [*losses.get("notes", ()), *cached.pop("notes", ())]
+                losses = {**losses, **cached, **({"notes": notes} if notes else {})}
             cast_weights(layers, request.written)
         measured = {
             "original_loss": self.loss,
@@ -148,12 +150,20 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             measured["mixed_moments"] = self.context.calibration.mixed
         return measured
 
-    def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> RoundedCacheRow:
-        """Return what a converted model loses with its cache in the formats of an engine."""
-        facts = format_record(pair, plan_of(layers), self.request.checkpoint.plan)
-        engine_model = with_engine_heads(layers)
+    def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> dict[str, Any]:
+        """Return what a converted model loses with its cache in the formats of an engine.
+
+        A note says so where no engine holds its heads in them: the checkpoint is written all the
+        same.
+        """
+        try:
+            facts = format_record(pair, plan_of(layers), self.request.checkpoint.plan)
+            engine_model = with_engine_heads(layers)
+        except CacheFormatError as error:
+            return {"notes": [f"not measured with its cache in {pair.name}: {error}"]}
         exact = self.original_evaluation
-        return measure_rounded(facts, engine_model, self.texts.held_out, exact, self.teacher)
+        row = measure_rounded(facts, engine_model, self.texts.held_out, exact, self.teacher)
+        return {"engine_cache": row}
 
     def compare(self, model: PreTrainedModel) -> Mapping[str, Any]:
         """Return held-out loss and KL of a converted model, and the original's loss."""

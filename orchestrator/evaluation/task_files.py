@@ -169,13 +169,14 @@ def _make_data_absolute(task: TaskConfig, folder: Path) -> None:
     def absolute(name: Any) -> Any:
         if isinstance(name, list):
             return [absolute(entry) for entry in name]
-        path = folder / str(name)
-        if not path.is_file() and not any(folder.glob(str(name))):
+        path = (folder / str(name)).absolute()
+        root = Path(path.anchor)
+        if not path.is_file() and not any(root.glob(str(path.relative_to(root)))):
             raise ConfigError(
                 f"tasks: {task.get('task')}: no data file at {str(path)!r}; data_files are next "
                 "to the task file"
             )
-        return str(path.absolute())
+        return str(path)
 
     files = options["data_files"]
     if isinstance(files, Mapping):

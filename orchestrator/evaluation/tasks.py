@@ -134,7 +134,15 @@ def _count_requests(wrapped: Any, progress: ProgressStage, screen: TextIO) -> No
 
         return answer_and_count
 
+    def without_bar(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def answer_silently(*args: Any, **options: Any) -> Any:
+            return answer(*args, **(options | {"disable_tqdm": True}))
+
+        return answer_silently
+
     wrapped.set_cache_hook(Counter(None))
+    # Perplexity tasks show its bar all the same
+    wrapped._loglikelihood_tokens = without_bar(wrapped._loglikelihood_tokens)
     for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(wrapped, name, counted(getattr(wrapped, name)))
 

@@ -405,7 +405,7 @@ def _link_export(folder: SearchFolder, state: PromotionState) -> None:
     plain = [e for e in state.candidates.values() if e.status == PROMOTED and e.exported]
     if not plain:
         return
-    best = min(plain, key=lambda entry: (entry.kv_ratio, entry.loss))
+    best = min(plain, key=lambda entry: (entry.kv_bytes_per_token or 0, entry.kv_ratio, entry.loss))
     state.exported = best.exported
     for link in (folder.root / "exported", folder.storage / "exported"):
         # A file system without links: the path is in promotion.json all the same

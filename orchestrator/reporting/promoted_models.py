@@ -183,9 +183,11 @@ def engine_services(model: str | Path, served: str | Path | None = None) -> list
             paths = f"{_quoted(model)} --target {name} --out {_quoted(folder)}"
             commands.append(f"headfold export {paths}")
         options = ""
-        if name == "vllm" and folder != model and len(set(support.key_heads)) > 1:
-            deci = vllm.has_own_counts(opened.config, opened.plan)
-            options = vllm.TRUSTING if deci else vllm.BACKEND
+        if name == "vllm" and folder != model:
+            if vllm.has_own_counts(opened.config, opened.plan):
+                options = vllm.TRUSTING
+            elif len(set(support.key_heads)) > 1:
+                options = vllm.BACKEND
         commands.append(_start_command(engine, folder, options, stock=folder == model))
         services.append(
             {

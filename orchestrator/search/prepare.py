@@ -346,7 +346,8 @@ def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]
         choices = tuple(
             (axis, getattr(recipe, axis), tuple(recipe.knobs(axis).items())) for axis in axes
         )
-        first.setdefault((choices, recipe.together, recipe.by, candidate.seed), candidate)
+        same = (choices, recipe.width, recipe.together, recipe.by, candidate.seed)
+        first.setdefault(same, candidate)
     return [(candidate, layer) for candidate in first.values() for layer in range(layers)]
 
 

@@ -164,7 +164,8 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
         """
         if self.cache_pair is None:
             return None
-        _check_heads("cache_format", self.cache_pair, self.models)
+        rounded = {key: model for key, model in self.models.items() if key != ORIGINAL}
+        _check_heads("cache_format", self.cache_pair, rounded)
         plans = {key: model.plan for key, model in self.models.items()}
         return format_record(self.cache_pair, plans[CHECKPOINT], plans.get(ORIGINAL))
 

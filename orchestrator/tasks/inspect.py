@@ -52,7 +52,10 @@ class Inspect(Task[InspectOptions, InspectionRecord]):
         """The measurement, checked once."""
         options = self.options
         opened = checkpoints.open_model(
-            options.checkpoint, "checkpoint", dequantize=options.dequantize
+            options.checkpoint,
+            "checkpoint",
+            dequantize=options.dequantize,
+            weights=not self.rehearsal,
         )
         ratios = requested_ratios(
             opened,

@@ -18,6 +18,7 @@ from attention.base.messages import did_you_mean
 from attention.checkpoint import Checkpoint
 from attention.conversion.convert import build
 from attention.io import checkpoint
+from attention.io.dtype_names import full_name
 from attention.modeling.composition import reset
 from attention.modeling.model_classes import headfold_config
 from attention.plan import AttentionPlan, Composition
@@ -85,7 +86,7 @@ class ScratchRequest(TrainingRequest):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.plan.kv_bytes_per_token(torch.float32)  # of which its weights are
+        return self.plan.kv_bytes_per_token(full_name(self.settings.dtype))
 
     @property
     def start_dir(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypedDict
 
 from attention.io import checkpoint
 from attention.io.replacing import check_folder
+from attention.io.sources import source_name, source_note
 from orchestrator import checkpoints
 from orchestrator.cluster.placement import Demand
 from orchestrator.cluster.tokenising import tokeniser
@@ -265,15 +266,16 @@ class TrainingRequest(ABC):
         It may hold this very training.
         """
         mark = self.mark
+        reads = [self.source, *self.models.values()]
         if not mark:
-            check_folder(self.out, overwrite=overwrite, reads=[self.source])
-            check_folder(self.folder, reads=[self.source])
+            check_folder(self.out, overwrite=overwrite, reads=reads)
+            check_folder(self.folder, reads=reads)
             return
         # Fields that came later, which a mark may lack
         later = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        before = {**later, **mark}
+        before = self._by_source({**later, **mark})
         before["settings"] = _compared(TrainSettings.model_validate(mark["settings"]))
-        now = json.loads(json.dumps(self.to_dict()))
+        now = self._by_source(json.loads(json.dumps(self.to_dict())))
         now["settings"] = _compared(self.settings)
         if changed := [name for name in now if before.get(name) != now[name]]:
             raise ConfigError(
@@ -285,18 +287,34 @@ class TrainingRequest(ABC):
             # Texts of an unfinished training are compared when they are tokenised: a file may be
             # newer, and its text the same
             names = inputs if mark.get("finished") else self.models
-            if changed := [name for name in names if mark["inputs"].get(name) != inputs.get(name)]:
+            if changed := [
+                name
+                for name in names
+                if name in inputs and mark["inputs"].get(name) != inputs[name]
+            ]:
                 raise self._of_other_inputs(changed)
         if mark.get("finished") and not self.out.is_dir():
             raise ConfigError(
                 f"out: {self.out} was trained and is gone; remove {self.folder} to train it again"
             )
         if not self.finished:
-            check_folder(self.out, overwrite=True, reads=[self.source])
+            check_folder(self.out, overwrite=True, reads=reads)
+
+    def _by_source(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return a record with models by name: a dry run has other plain copies of them."""
+        names = {name: source_name(record[name]) for name in self.models if record.get(name)}
+        return {**record, **names}
 
     def _inputs(self) -> dict[str, str]:
-        """Return digests of the weights in folders, and of the sources of both texts."""
-        folders = {name: path for name, path in self.models.items() if Path(path).is_dir()}
+        """Return digests of the weights in folders, and of the sources of both texts.
+
+        The plain copies of a dry run have no weights.
+        """
+        folders = {
+            name: path
+            for name, path in self.models.items()
+            if Path(path).is_dir() and source_note(path).get("weights", True)
+        }
         digests = {
             name: checkpoint.weights_digest(path, self._data) for name, path in folders.items()
         }

@@ -27,6 +27,7 @@ from attention.io.targets._pairs import (
     kv_heads_of,
     written_out,
 )
+from attention.io.targets._vllm import without_vllm
 from attention.io.targets._wide import lowering_wide, support_wide
 from attention.modeling.model_classes import has_foreign_counts, plan_of
 from attention.plan import AttentionPlan
@@ -127,9 +128,13 @@ def code_for(family: Family) -> str:
 
 
 def _except_for(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
-    """Return vLLM for layers of different counts in a model with windows: it allocates more."""
-    different = len(set(kv_heads_of(plan))) > 1
-    return ("vLLM",) if different and window_of(config) else ()
+    """Return vLLM for layers of different counts in a model with windows: it allocates more.
+
+    With one count the folder is the stock one, which vLLM may not compute.
+    """
+    if len(set(kv_heads_of(plan))) == 1:
+        return without_vllm(config, plan)
+    return ("vLLM",) if window_of(config) else ()
 
 
 TARGET = Target(

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from attention.calibration.calibrate import calibrate
 from attention.conversion.convert import convert
 from attention.io import checkpoint, export
 from attention.io.files import write_whole
@@ -276,6 +277,21 @@ def test_what_a_written_folder_is(
     assert result["loads_in"] == loads_in
     assert result["format"] == ("headfold" if loads_in == ["headfold"] else "stock")
     assert re.search(message, result["format_note"])
+
+
+def test_a_stock_folder_that_vllm_does_not_compute_says_what_it_loads(tiny_model: Tiny, tmp_path: Path) -> None:
+    wide = AttentionPlan((LayerPlan((0,) * 4, (0,) * 4, 2, 2),) * 2, 8)  # vLLM's qwen2 has heads of the model's width
+    for family, loads_in in (
+        ("llama", ["transformers", "vLLM", "llama.cpp"]),
+        ("qwen2", ["transformers", "llama.cpp"]),
+    ):
+        model = tiny_model(family)
+        tokens = torch.randint(model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0))
+        converted = convert(model, wide, fusion="least_squares", calibration=calibrate(model, tokens))
+        result = format_of(checkpoint.save(converted, tmp_path / family), "float32")
+        assert (result["format"], result["loads_in"]) == ("stock", loads_in)
+        assert ("vllm serve" in result["format_note"]) == ("vLLM" in loads_in)
+        assert ("--target vllm" in result["format_note"]) == ("vLLM" not in loads_in)
 
 
 @pytest.mark.parametrize("plan", [LAYERED, APART], ids=["layers", "apart"])

@@ -85,6 +85,13 @@ def test_vllm_does_not_load_different_counts_with_windows(
     assert per_layer.engines_of(config, AttentionPlan((two, two), 8)) == ("transformers", "vLLM")
 
 
+def test_one_count_in_every_layer_is_a_stock_folder_that_vllm_may_not_compute(tiny_model: Tiny) -> None:
+    padded = AttentionPlan((LayerPlan((0, 0, 0, 1), (0, 0, 0, 1)),) * 2, 8)
+    for family, engines in (("llama", ("transformers", "vLLM")), ("qwen2", ("transformers",))):
+        config = tiny_model(family).config
+        assert target("per_layer").engines_of(config, padded) == engines == target("gqa").engines_of(config, padded)
+
+
 # ---- the contract ------------------------------------------------------------------------------------------------
 
 

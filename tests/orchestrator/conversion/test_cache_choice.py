@@ -123,6 +123,9 @@ def test_a_named_format_takes_several_sizes(demo_dir: Path) -> None:
         ({"kv_bytes": "0.6", "cache_format": "q8_0"}, "nothing to convert.*--cache-type-k q8_0"),
         ({"kv_bytes": "0.5", "cache_format": "fp8", "engine": "llama.cpp"}, "does not hold a cache in fp8"),
         ({"kv_bytes": "0.125", "engine": "llama.cpp", "layerwise": True}, "layer by layer"),
+        ({"kv_ratio": "0.5", "cache_format": "q8_0", "engine": "vllm"}, "does not hold a cache in q8_0"),
+        ({"kv_ratio": "0.25", "kv_bytes": "0.5", "engine": "llama.cpp"}, "expected one of"),
+        ({"kv_heads": "1", "kv_bytes": "0.5", "engine": "vllm"}, "expected one of"),
     ],
 )
 def test_what_does_not_go_together_is_refused(demo_dir: Path, changes: dict[str, Any], words: str) -> None:

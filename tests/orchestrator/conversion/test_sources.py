@@ -12,6 +12,7 @@ import torch
 import yaml
 from command_line import run_here
 from safetensors.torch import load_file, save_file
+from verbs import check_finetuning
 
 from attention.io import checkpoint
 from attention.io.export import export
@@ -77,11 +78,32 @@ def test_estimates_and_dry_runs_write_no_weights(gguf: Path, place: Path, capsys
     requested = ("--model", gguf, "--recipe", "gqa", "--kv-ratio", 0.5, *FEW)
     assert run_here("estimate", *requested) == 0
     assert run_here("convert", *requested, "--dry-run") == 0
+    assert run_here("inspect", gguf, "--dry-run", *FEW) == 0
     assert run_here("init", gguf, "--out", "search.yaml", "--data", "stdlib") == 0
     assert run_here("search", "search.yaml", "--dry-run", "data.eval.tokens=256", "data.calibration.tokens=256") == 0
     assert not any(place.glob("cache/**/*.safetensors")) and "nothing was written" in capsys.readouterr().out
     config = parse_config(yaml.safe_load((place / "search.yaml").read_text()))
     assert config.model.path == str(gguf)
+
+
+def test_a_file_that_is_read_is_not_replaced(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conversion = ("convert", "--model", gguf, "--recipe", "gqa", "--kv-ratio", 0.5, *FEW)
+    for requested in (conversion, ("export", gguf, "--target", "gqa")):
+        assert run_here(*requested, "--out", gguf.parent, "--overwrite") == 2
+        assert f"contains, what is read: '{gguf}'" in capsys.readouterr().err
+    assert gguf.is_file()
+
+
+def test_a_dry_run_finds_a_training_that_was_begun_from_a_file(
+    gguf: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    amounts = {"steps": 2, "sequence_length": 32, "train_tokens": 512, "eval_tokens": 128}
+    check_finetuning(gguf, "tuned", original=gguf, device="cpu", **amounts).make_job()
+    options = [word for name, value in amounts.items() for word in (f"--{name.replace('_', '-')}", value)]
+    requested = ("finetune", "--model", gguf, "--original", gguf, "--out", "tuned", "--device", "cpu", *options)
+    assert run_here(*requested, "--dry-run") == 0, capsys.readouterr().err
+    assert run_here(*requested, "--learning-rate", 1e-3, "--dry-run") == 2
+    assert "another settings" in capsys.readouterr().err
 
 
 def test_a_search_opens_the_copy_and_keeps_the_name(gguf: Path, place: Path) -> None:

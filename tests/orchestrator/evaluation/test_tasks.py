@@ -80,6 +80,14 @@ def test_random_weights_are_at_chance(
         assert abs(random[name][metric] - chance) < 3 * scores[name][f"{metric}_stderr"]
 
 
+def test_data_files_may_have_absolute_names_and_patterns(write: Write, tmp_path: Path) -> None:
+    for name in (tmp_path / "few.jsonl", tmp_path / "f*.jsonl"):
+        assert task_specs([str(write(dataset_kwargs={"data_files": {"test": str(name)}}))])
+    missing = str(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match=f"no data file at '{missing}'"):
+        task_specs([str(write(dataset_kwargs={"data_files": {"test": missing}}))])
+
+
 def test_progress_counts_the_requests_of_the_harness_and_its_bars_are_not_shown(
     write: Write,
     demo_model: PreTrainedModel,

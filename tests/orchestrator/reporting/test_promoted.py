@@ -26,21 +26,27 @@ from orchestrator.storage.json_files import read_json
 
 HEAD_DIM = 32
 PLANS = plans(HEAD_DIM)
-Saved = Callable[[str], Path]
+Saved = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def saved(
     tiny_model: Callable[..., PreTrainedModel], demo_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Saved:
-    """`saved(kind)`: a Llama with a plan of that kind."""
+    """`saved(kind, family)`: a model, by default a Llama, with a plan of that kind."""
 
-    def save(kind: str) -> Path:
+    def save(kind: str, family: str = "llama") -> Path:
         settings: dict[str, Any] = {"vocab_size": 2064, "hidden_size": 4 * HEAD_DIM, "head_dim": HEAD_DIM}
-        model = converted(tiny_model("llama", **settings, bos_token_id=0, eos_token_id=0), PLANS[kind])
+        model = converted(tiny_model(family, **settings, bos_token_id=0, eos_token_id=0), PLANS[kind])
         return checkpoint.save(model, tmp_path_factory.mktemp("promoted") / "with space" / "headfold", demo_dir)
 
     return save
+
+
+def test_heads_of_a_qwen2_that_vllm_reads_with_code_are_served_with_it(saved: Saved) -> None:
+    ways = {way["engine"]: way for way in engine_services(saved("unequal", "qwen2"))}
+    export, start = ways["vLLM"]["commands"]
+    assert "--target vllm" in export and start.endswith("--trust-remote-code")
 
 
 @pytest.mark.parametrize(
