@@ -113,7 +113,7 @@ class HarnessTasks:
 
 
 def _count_requests(wrapped: Any, progress: ProgressStage, screen: TextIO) -> None:
-    """Show how many of its requests a model of the harness has answered, in the place of its bars.
+    """Show how many of its requests a model of the harness has answered, instead of its bars.
 
     Args:
         wrapped: The model.
