@@ -61,10 +61,17 @@ _torch_linear = functional.linear
 def check_deepspeed(settings: TrainSettings) -> None:
     """Raise ValueError for what DeepSpeed itself refuses of `train.deepspeed`.
 
-    Unknown keys and values of sections.
+    Unknown keys and values of sections, and what only an optimiser of its own takes.
     """
+    config = config_of(settings)
+    adam = config["optimizer"]["params"]
+    if adam["torch_adam"] and "bias_correction" in adam:
+        raise ValueError(
+            "train.deepspeed: optimizer.params.bias_correction is not of torch's Adam; set "
+            "optimizer.params.torch_adam=false too, or leave it out"
+        )
     try:
-        DeepSpeedConfig(config_of(settings))
+        DeepSpeedConfig(config)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))

@@ -8,6 +8,7 @@ resumes a stopped training.
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -202,7 +203,7 @@ class TrainingRequest(ABC):
         Those of an earlier start are taken as they are.
         """
         # First, so that what a kill leaves is known as ours
-        self.note(**({} if self.mark else {"id": uuid.uuid4().hex}))
+        self.note(**({} if self.mark else {"id": uuid.uuid4().hex, "begun": time.time()}))
         tokenizer = checkpoints.load_tokenizer(self.source)
         train_file, eval_file = (
             token_set(cut, tokenizer, self._data, tokenise=tokeniser(self.source, cut.tokens))

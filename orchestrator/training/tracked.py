@@ -162,7 +162,7 @@ class TrackedTraining:
         }
         first = {  # before the first step
             "step": 0,
-            "time": request.mark_file.stat().st_ctime,
+            "time": request.mark.get("begun") or request.mark_file.stat().st_ctime,
             "loss": request.mark.get("loss_before"),
             "kv_bytes_per_token": request.kv_bytes_per_token,
         }

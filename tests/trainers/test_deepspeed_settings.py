@@ -162,6 +162,7 @@ def test_what_there_is_not_is_refused(wrong: dict[str, Any], message: str) -> No
         ({"zero_optimization": {"reduce_bucket_size": "large"}}, "reduce_bucket_size: got 'large'; Input should be"),
         ({"bf16": {"immediate": True}}, "immediate: got True; Extra inputs"),
         ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size' is no longer supported"),
+        ({"optimizer": {"params": {"bias_correction": False}}}, "torch_adam=false too"),
         ({"communication_data_type": "fp9"}, "train.deepspeed: .*fp9|Invalid communication_data_type"),
     ],
 )
