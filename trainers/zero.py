@@ -61,7 +61,7 @@ _torch_linear = functional.linear
 def check_deepspeed(settings: TrainSettings) -> None:
     """Raise ValueError for what DeepSpeed itself refuses of `train.deepspeed`.
 
-    Unknown keys and values of sections, and what only an optimiser of its own takes.
+    Unknown keys and values of sections, and what torch's Adam does not take.
     """
     config = config_of(settings)
     adam = config["optimizer"]["params"]

@@ -137,7 +137,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             losses = self.compare(layers)
             if self.cache_pair is not None:
                 cached = self._in_engine_cache(layers, self.cache_pair)
-                notes = [*losses.get("notes", ()), *cached.pop("notes", ())]
+                notes = [*losses.get("notes", ()), *cached.get("notes", ())]
                 losses = {**losses, **cached, **({"notes": notes} if notes else {})}
             cast_weights(layers, request.written)
         measured = {
@@ -150,7 +150,7 @@ class MemoryStore(LayerStore[PreTrainedModel]):
             measured["mixed_moments"] = self.context.calibration.mixed
         return measured
 
-    def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> dict[str, Any]:
+    def _in_engine_cache(self, layers: PreTrainedModel, pair: CachePair) -> Mapping[str, Any]:
         """Return what a converted model loses with its cache in the formats of an engine.
 
         A note says so where no engine holds its heads in them: the checkpoint is written all the

@@ -134,15 +134,16 @@ def _count_requests(wrapped: Any, progress: ProgressStage, screen: TextIO) -> No
 
         return answer_and_count
 
-    def without_bar(answer: Callable[..., Any]) -> Callable[..., Any]:
-        def answer_silently(*args: Any, **options: Any) -> Any:
-            return answer(*args, **(options | {"disable_tqdm": True}))
+    likelihoods = wrapped._loglikelihood_tokens
 
-        return answer_silently
+    def likelihoods_without_bar(
+        requests: Sequence[Any], disable_tqdm: bool = True, override_bs: int | None = None
+    ) -> Any:
+        return likelihoods(requests, disable_tqdm=True, override_bs=override_bs)
 
     wrapped.set_cache_hook(Counter(None))
     # Perplexity tasks show its bar all the same
-    wrapped._loglikelihood_tokens = without_bar(wrapped._loglikelihood_tokens)
+    wrapped._loglikelihood_tokens = likelihoods_without_bar
     for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(wrapped, name, counted(getattr(wrapped, name)))
 

@@ -274,9 +274,9 @@ class TrainingRequest(ABC):
             return
         # Fields that came later, which a mark may lack
         later = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        before = self._by_source({**later, **mark})
+        before = {**later, **mark, **self._sources(mark)}
         before["settings"] = _compared(TrainSettings.model_validate(mark["settings"]))
-        now = self._by_source(json.loads(json.dumps(self.to_dict())))
+        now = json.loads(json.dumps(self.to_dict())) | self._sources(self.models)
         now["settings"] = _compared(self.settings)
         if changed := [name for name in now if before.get(name) != now[name]]:
             raise ConfigError(
@@ -301,10 +301,9 @@ class TrainingRequest(ABC):
         if not self.finished:
             check_folder(self.out, overwrite=True, reads=reads)
 
-    def _by_source(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a record with models by name: a dry run has other plain copies of them."""
-        names = {name: source_name(record[name]) for name in self.models if record.get(name)}
-        return {**record, **names}
+    def _sources(self, models: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the models by what was copied: a dry run has other plain copies of them."""
+        return {name: source_name(models[name]) for name in self.models if models.get(name)}
 
     def _inputs(self) -> dict[str, str]:
         """Return digests of the weights in folders, and of the sources of both texts.
