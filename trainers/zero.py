@@ -63,14 +63,14 @@ def check_deepspeed(settings: TrainSettings) -> None:
 
     Unknown keys and values of sections, and what torch's Adam does not take.
     """
-    config = config_of(settings)
-    adam = config["optimizer"]["params"]
-    if adam["torch_adam"] and "bias_correction" in adam:
-        raise ValueError(
-            "train.deepspeed: optimizer.params.bias_correction is not of torch's Adam; set "
-            "optimizer.params.torch_adam=false too, or leave it out"
-        )
     try:
+        config = config_of(settings)
+        adam = config["optimizer"]["params"]
+        if adam["torch_adam"] and "bias_correction" in adam:
+            raise ValueError(
+                "optimizer.params.bias_correction is not of torch's Adam; set "
+                "optimizer.params.torch_adam=false too, or leave it out"
+            )
         DeepSpeedConfig(config)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
