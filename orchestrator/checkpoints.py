@@ -221,8 +221,8 @@ def load_tokenizer(source: CheckpointSource) -> Any:
 
 
 def parameters(module: nn.Module) -> int:
-    """Return the number of parameters of a module."""
-    return sum(p.numel() for p in module.parameters())
+    """Return the number of parameters of a module, which ZeRO 3 may have split over workers."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
 
 
 class CacheFacts(TypedDict):

@@ -61,12 +61,28 @@ def layer_bytes(
     return moments + queries + inputs * min(tokens, stored_tokens(length))
 
 
-def most_exact(geometry: HeadGeometry, tokens: int, limit: float, length: int = 0) -> Mixed:
+def sum_bytes(geometry: HeadGeometry, mixed: Mixed) -> int:
+    """Return the bytes of the mixed moments of one layer while they are summed.
+
+    They are whole matrices in float32 then.
+    """
+    return 4 * matrices(geometry, mixed) * (geometry.hidden_size + 1) ** 2
+
+
+def most_exact(
+    geometry: HeadGeometry, tokens: int, limit: float, length: int = 0, *, in_memory: bool = False
+) -> Mixed:
     """Return the most exact way to store the mixed moments within `limit` bytes for all layers.
 
     The smallest is returned if none fits.
+
+    Args:
+        in_memory: Whether the statistics of all layers are made at once, so that all sums are in
+            memory with them.
     """
     for mixed in MIXED:
-        if geometry.num_layers * layer_bytes(geometry, tokens, mixed, length) <= limit:
+        size = layer_bytes(geometry, tokens, mixed, length)
+        size += sum_bytes(geometry, mixed) if in_memory else 0
+        if geometry.num_layers * size <= limit:
             return mixed
     return MIXED[-1]

@@ -263,14 +263,15 @@ def _counted(layers: Iterable[_T], progress: ProgressStage) -> Iterator[_T]:
         progress.step()
 
 
-def choose_mixed(geometry: HeadGeometry, tokens: int, free: float, length: int = 0) -> Mixed:
+def choose_mixed(
+    geometry: HeadGeometry, tokens: int, free: float, length: int, *, in_memory: bool = False
+) -> Mixed:
     """Return how to store the mixed moments where so many bytes of disk or memory are free.
 
-    `length` is that of a sequence.
-
-    Large statistics are reported in a line on stderr.
+    `length` is that of a sequence. Large statistics are reported in a line on stderr.
     """
-    mixed = most_exact(geometry, tokens, FREE_SHARE * (free or math.inf), length)
+    limit = FREE_SHARE * (free or math.inf)
+    mixed = most_exact(geometry, tokens, limit, length, in_memory=in_memory)
     exact = geometry.num_layers * layer_bytes(geometry, tokens, MIXED[0], length)
     stored = geometry.num_layers * layer_bytes(geometry, tokens, mixed, length)
     if exact >= SHARED_BYTES:

@@ -81,11 +81,14 @@ def plan_by_curves(
 def _write_metrics(source: LayerSource, folder: LayerFolder, calibration: Tensor) -> None:
     request = source.request
     started = time.perf_counter()
+    before: int | None = None  # of a call that was killed
     tokens = request.recipe.knobs("allocation")["tokens"]
     used = calibration[: max(1, tokens // calibration.shape[1])]
 
     def report(done: int, total: int) -> None:
-        left = (time.perf_counter() - started) * (total - done) / done
+        nonlocal before
+        before = done - 1 if before is None else before
+        left = (time.perf_counter() - started) * (total - done) / (done - before)
         source.log(f"sensitivity of the outputs {done}/{total}, {clock(left)} left")
 
     with source.phases("plan"):

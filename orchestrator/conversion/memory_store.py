@@ -198,7 +198,8 @@ def _calibration(
             device=request.device,
         )
     tokens = sampled and sequences.numel()
-    mixed = choose_mixed(request.geometry, tokens, available_bytes(), sequences.shape[1])
+    free, length = available_bytes(), sequences.shape[1]
+    mixed = choose_mixed(request.geometry, tokens, free, length, in_memory=True)
     return calibrate(original, sequences, sample_tokens=sampled, mixed=mixed)
 
 

@@ -191,7 +191,7 @@ class ConversionEstimate:
             host_memory = 0 if machine.elsewhere else available_bytes()
         limit = FREE_SHARE * (host_memory or math.inf)
         sampled = conversion.sampled_tokens
-        mixed = most_exact(g, sampled, limit, conversion.sequence_length)
+        mixed = most_exact(g, sampled, limit, conversion.sequence_length, in_memory=True)
         in_memory = replace(conversion, mixed=mixed)
         base = memory_now() if base is None else base
         width, written = conversion.working.itemsize, conversion.dtype.itemsize

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from attention.calibration.collecting import SLICE_BYTES
-from attention.calibration.sizes import Mixed, layer_bytes, matrices
+from attention.calibration.sizes import Mixed, layer_bytes, sum_bytes
 from attention.conversion.refinement.local import FIT_TOKENS
 from attention.conversion.refinement.original import bytes_to_keep
 from attention.conversion.sensitivity import SENSITIVITY_BATCH
@@ -159,10 +159,7 @@ class Conversion:
 
     def sums(self) -> int:
         """Bytes of one layer's mixed moments while they are summed, as whole matrices."""
-        g = self.geometry
-        return (
-            FLOAT * matrices(g, self.mixed) * (g.hidden_size + 1) ** 2 if self.statistics() else 0
-        )
+        return sum_bytes(self.geometry, self.mixed) if self.statistics() else 0
 
     def calibrating(self) -> int:
         """Return the bytes of a calibration pass in addition to the statistics.
@@ -229,13 +226,15 @@ class Conversion:
         return steps * self.search_phase.batch_size * self.sequence_length
 
     def plan_files(self, width: int) -> int:
-        """Return the bytes of scratch files of a plan of all layers: metrics and layer inputs."""
+        """Return the bytes of scratch files of a plan of all layers.
+
+        Metrics and inputs of the layers, and the gradients of two of them.
+        """
         g, planned = self.geometry, self.planned_on
-        return (
-            g.num_layers * g.hidden_size * (FLOAT * g.hidden_size + width * planned)
-            if planned
-            else 0
-        )
+        if not planned:
+            return 0
+        layers = g.num_layers * (FLOAT * g.hidden_size + width * planned)
+        return g.hidden_size * (layers + 2 * FLOAT * planned)
 
     def gradients(self, size: Size) -> int:
         """Return the bytes that a pass through one layer stores for its backward pass.

@@ -209,7 +209,6 @@ class JournaledSearch(SearchGenerator):
     ) -> None:
         if trial_id in self._history.ends:
             return
-        ended_before = trial_id in self._history.completed
         reason = trace = None
         was_lost = False
         if error:
@@ -229,8 +228,7 @@ class JournaledSearch(SearchGenerator):
             lost=was_lost,
             bare=result is None,
         )
-        if not ended_before:
-            self.searcher.on_trial_complete(trial_id, result=result, error=error)
+        self.searcher.on_trial_complete(trial_id, result=result, error=error)
 
     def save_to_dir(self, dirpath: str, session_str: str = "") -> None:
         """Save nothing: the journal is the state."""
@@ -243,7 +241,6 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
     suggests nothing: what another version of a library would suggest makes no difference.
     """
     trials: dict[str, SimpleNamespace] = {}
-    ended: set[str] = set()
     for event in history.events:
         kind, trial_id = event["event"], event.get("trial", "")
         if kind == events.TRIAL:
@@ -276,6 +273,7 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
             scheduler.advance(trial_id)
         elif kind == events.AGAIN:
             trials[trial_id].status = Trial.RUNNING
+            searcher.reopen(trial_id)
             scheduler.on_trial_add(None, trials[trial_id])
         elif kind == events.END:
             trial, failed = trials[trial_id], event["error"] is not None
@@ -284,10 +282,8 @@ def replay(history: History, searcher: ResumableSearcher, scheduler: RungSchedul
                 scheduler.on_trial_error(None, trial)
             else:
                 scheduler.on_trial_complete(None, trial, trial.last_result)
-            if trial_id not in ended:
-                reported = None if failed or event.get("bare") else trial.last_result or None
-                searcher.on_trial_complete(trial_id, result=reported, error=failed)
-            ended.add(trial_id)
+            reported = None if failed or event.get("bare") else trial.last_result or None
+            searcher.on_trial_complete(trial_id, result=reported, error=failed)
     scheduler.slots.taken.clear()
 
 

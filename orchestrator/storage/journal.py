@@ -309,7 +309,6 @@ class History:
         decisions: By trial and step.
         ends: The `end` event of each trial that has ended.
         paused: Trials that wait to advance.
-        completed: Trials whose end the searcher knows.
         interrupted: Whether the driver was stopped, see the event.
     """
 
@@ -321,7 +320,6 @@ class History:
         self.decisions: dict[tuple[str, int], str] = {}
         self.ends: dict[str, JournalEvent] = {}
         self.paused: set[str] = set()
-        self.completed: set[str] = set()
         self.interrupted = False
 
     def add(self, event: JournalEvent) -> None:
@@ -353,7 +351,6 @@ class History:
         elif kind == END:
             self.paused.discard(trial)
             self.ends[trial] = event
-            self.completed.add(trial)
         elif kind == AGAIN:
             self.ends.pop(trial, None)
         else:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
+from attention.base.progress import stage
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint, piecewise
 from attention.io.precision import DTYPES
@@ -34,6 +35,8 @@ from orchestrator.training.request import (
 )
 from orchestrator.training.run import TrainingReport
 from trainers.evaluation import evaluate
+from trainers.jobs.share import evaluate_together, frozen_model
+from trainers.jobs.worker import call_on_workers
 from trainers.packing import check_packing
 from trainers.settings import TrainSettings
 from trainers.text.data import Texts, read_sequences
@@ -110,13 +113,17 @@ class FinetuneRequest(TrainingRequest):
         """
         folder = str(Checkpoint.open(self.model).folder)
         teacher = None if self.original is None else str(Checkpoint.open(self.original).folder)
-        resources = {
-            "num_cpus": self.settings.cpus_per_worker,
-            "num_gpus": self.settings.gpus_per_worker,
-        }
-        before = on_cluster(
-            resources, "loss of the model as it is", _measure, folder, str(eval_file), self.settings
-        )
+        settings, label = self.settings, "loss of the model as it is"
+        measure = partial(_measure, folder, str(eval_file), settings)
+        if settings.zero_stage == 3:  # one worker may have no room for the whole model
+            with stage(label):
+                before = call_on_workers(measure, settings.shape, "before", str(self._storage))
+        else:
+            resources = {
+                "num_cpus": settings.cpus_per_worker,
+                "num_gpus": settings.gpus_per_worker,
+            }
+            before = on_cluster(resources, label, measure)
         return {"folder": folder, "teacher": teacher, **before}
 
     def ship(self, last: TrainingReport) -> Mapping[str, Any]:
@@ -141,11 +148,17 @@ class _Start(TypedDict):
 
 
 def _measure(folder: str, eval_file: str, settings: TrainSettings) -> _Start:
-    """Held-out loss of a checkpoint in the dtype that is trained in, and its size."""
-    model: Any = checkpoint.load(folder, DTYPES[settings.dtype])
-    model.to(settings.shape.device)
-    measured = evaluate(model, read_sequences(eval_file)[:])
-    return {"loss_before": measured.loss, "parameters": checkpoints.parameters(model)}
+    """Held-out loss of a checkpoint in the dtype that is trained in, and its size.
+
+    With ZeRO 3 all workers measure it together.
+    """
+    sequences = read_sequences(eval_file)[:]
+    with frozen_model(folder, settings, torch.device(settings.shape.device)) as model:
+        if settings.zero_stage == 3:
+            measured = evaluate_together(model, sequences, settings)
+        else:
+            measured = evaluate(model, sequences)
+        return {"loss_before": measured.loss, "parameters": checkpoints.parameters(model)}
 
 
 def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

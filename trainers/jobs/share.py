@@ -79,13 +79,22 @@ class WorkerShare:
 
     def evaluate(self, model: Any, teacher: Any = None) -> Evaluation:
         """On the held-out text, with all other workers."""
-        together: dict[str, Any] = {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "reduce": dist.all_reduce,
-        }
-        size = self.settings.device_batch_size
-        return evaluate(model, self.held_out, teacher=teacher, batch_size=size, **together)
+        return evaluate_together(model, self.held_out, self.settings, teacher)
+
+
+def evaluate_together(
+    model: Any, sequences: Tensor, settings: TrainSettings, teacher: Any = None
+) -> Evaluation:
+    """Evaluate `sequences` `[N, T]`, shared by all workers of the process group."""
+    return evaluate(
+        model,
+        sequences,
+        teacher=teacher,
+        batch_size=settings.device_batch_size,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        reduce=dist.all_reduce,
+    )
 
 
 def packed_text(settings: TrainSettings, folder: str | Path) -> dict[str, Any]:

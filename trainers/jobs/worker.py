@@ -76,22 +76,15 @@ def run_training(job: TrainJob, *, callbacks: Sequence[Any] = ()) -> dict[str, A
 
     def fit(max_failures: int) -> dict[str, Any] | None:
         keys = job.shape, job.run_name, job.storage_path, max_failures, callbacks
-        return _trainer(_work, config, *keys, resize_seconds=resize_seconds).fit().return_value
+        return _fit(_trainer(_work, config, *keys, resize_seconds=resize_seconds))
 
     lowered = memory_note(job).exists()
-    # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's
-    # controller, a process, alive for as long as this one [2.60]
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT)
     try:
         ended = fit(job.max_failures)
     except TrainingFailedError:
         if lowered or not memory_note(job).exists():
             raise
         ended = fit(0)  # one of its failures was the memory, which a smaller micro-batch has mended
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, before)
     return job_metrics(job, ended)
 
 
@@ -120,7 +113,7 @@ def serve_pool(pool: Any, group: str, shape: Shape, storage_path: str) -> None:
         Returns when all workers have ended; raises when one has died, or failed unlike others.
     """
     entry = {"pool": pool, "group": group, "device": shape.device}
-    _trainer(_serve, entry, shape, group, storage_path, 0, preemptions=0).fit()
+    _fit(_trainer(_serve, entry, shape, group, storage_path, 0, preemptions=0))
 
 
 def call_on_workers(
@@ -135,9 +128,20 @@ def call_on_workers(
         RayTrainError: When a worker has failed; it is not started again.
     """
     entry = {"function": function, "device": shape.device}
-    return (
-        _trainer(_call, entry, shape, run_name, storage_path, 0, preemptions=0).fit().return_value
-    )
+    return _fit(_trainer(_call, entry, shape, run_name, storage_path, 0, preemptions=0))
+
+
+def _fit(trainer: TorchTrainer) -> Any:
+    """Run a trainer, and return the result of its function on rank 0."""
+    # In the main thread Ray Train takes over Ctrl-C for good, and what it sets keeps the run's
+    # controller, a process, alive for as long as this one [2.60]
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return trainer.fit().return_value
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, before)
 
 
 def _trainer(

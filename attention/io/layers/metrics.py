@@ -5,8 +5,9 @@ Up through all layers, then down.
 Legend: L layers, N sequences of T tokens, D model dim.
 
 The forward pass writes the input streams of each layer to disk; the backward pass runs each layer
-again with gradients, from the top. F of layer l is stored as `metric-0000l.safetensors`; the
-streams are removed once they are used.
+again with gradients, from the top. F of layer l is stored as `metric-0000l.safetensors`. The input
+streams of a layer (`below-*`) and the gradients of its outputs (`above-*`) are removed once they
+are used; until then a killed call is continued from them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def _below(folder: Path, layer: int) -> Path:
     return folder / f"below-{layer:05d}.safetensors"
 
 
+def _above(folder: Path, layer: int) -> Path:
+    return folder / f"above-{layer:05d}.safetensors"
+
+
 def read_metric(folder: Path, layer: int) -> Tensor:
     """F of a layer, `[D, D]` in float32."""
     return load_file(metric_file(folder, layer))["metric"]
@@ -64,7 +69,7 @@ def write_metrics(
     folder: Path,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Leave the metrics of all layers in `folder`, unless an earlier call has left all of them.
+    """Write the metrics of all layers to `folder`, from where a killed call has stopped.
 
     `sequences` `[N, T]`; `dtype`: what is computed in; `progress(done, all)` is called after each
     layer, up and down.
@@ -74,26 +79,57 @@ def write_metrics(
     """
     check_predicts(sequences)
     layers = geometry_of(config).num_layers
-    if all(metric_file(folder, layer).is_file() for layer in range(layers)):
+    left = [layer for layer in range(layers) if not metric_file(folder, layer).is_file()]
+    for layer in set(range(layers)) - {*left}:  # killed between a metric and what it was made of
+        _below(folder, layer).unlink(missing_ok=True)
+        _above(folder, layer).unlink(missing_ok=True)
+    if not left:
         return
+    if _above(folder, left[-1]).is_file():
+        gradients = load_file(_above(folder, left[-1]))["gradients"]
+    else:
+        left = list(range(layers))  # former versions did not write gradients
+        stream = _climb(weights, config, sequences, dtype, device, folder, progress)
+        gradients = _gradients(OutputHead(weights, config, dtype, device), stream)
+        write_shard(_above(folder, layers - 1), {"gradients": gradients})
+    for layer in reversed(left):
+        stream = load_file(_below(folder, layer))["stream"]
+        metric = _back(open_window(weights, config, layer, stream, dtype, device), gradients)
+        gc.collect()
+        if layer:
+            write_shard(_above(folder, layer - 1), {"gradients": gradients})
+        write_shard(metric_file(folder, layer), {"metric": metric / sequences.numel()})
+        _below(folder, layer).unlink()
+        _above(folder, layer).unlink()
+        progress(2 * layers - layer, 2 * layers)
+
+
+def _climb(
+    weights: LazyWeights,
+    config: PretrainedConfig,
+    sequences: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    progress: Callable[[int, int], None],
+) -> Tensor:
+    """Write the inputs of each layer, and return the outputs of the last one, `[N, T, D]`."""
+    layers = geometry_of(config).num_layers
     batch = batch_of(sequences.shape[1], SENSITIVITY_BATCH)
-    stream = embed(weights, config, sequences, dtype, device, batch)
-    for layer in range(layers):
+    there = [layer for layer in range(layers) if _below(folder, layer).is_file()]
+    if there:
+        stream = load_file(_below(folder, there[-1]))["stream"]
+    else:
+        stream = embed(weights, config, sequences, dtype, device, batch)
+    for layer in range(max(there, default=0), layers):
         write_shard(_below(folder, layer), {"stream": stream})
         advance(open_window(weights, config, layer, stream, dtype, device), stream, batch)
         gc.collect()  # a window and its hooks refer to each other
         progress(layer + 1, 2 * layers)
-    gradients = _above(OutputHead(weights, config, dtype, device), stream)
-    for layer in reversed(range(layers)):
-        stream = load_file(_below(folder, layer))["stream"]
-        metric = _back(open_window(weights, config, layer, stream, dtype, device), gradients)
-        gc.collect()
-        write_shard(metric_file(folder, layer), {"metric": metric / sequences.numel()})
-        _below(folder, layer).unlink()
-        progress(2 * layers - layer, 2 * layers)
+    return stream
 
 
-def _above(head: OutputHead, streams: Tensor) -> Tensor:
+def _gradients(head: OutputHead, streams: Tensor) -> Tensor:
     """Return the gradients of the loss of drawn next tokens by the last layer's outputs.
 
     They are `[N, T, D]` in float32.

@@ -71,10 +71,11 @@ class FrontSearch(ListedSearcher):
         diverged = result is not None and not math.isfinite(
             result.get(self._problem.objectives[0], 0.0)
         )
-        if (error or diverged) and trial_id in self._points:
-            self._seen.pop(trial_id, None)
+        if error or diverged:
             self._dropped.add(trial_id)
-        self._points.pop(trial_id, None)
+
+    def reopen(self, trial_id: str) -> None:
+        self._dropped.discard(trial_id)
 
     def on_trial_result(self, trial_id: str, result: dict) -> None:
         values = tuple(float(result.get(name, math.nan)) for name in self._problem.objectives)
@@ -86,6 +87,9 @@ class FrontSearch(ListedSearcher):
             or not all(map(math.isfinite, values))
         ):
             return
+        relaxed = result.get("collapsed_loss")
+        if relaxed is not None and relaxed < values[0]:  # false for one that is not a number
+            values = (relaxed, *values[1:])
         if (seen := self._seen.get(trial_id)) is not None:
             if seen.user_attrs["rung"] >= rung:
                 return
@@ -101,9 +105,8 @@ class FrontSearch(ListedSearcher):
 
     def _window(self) -> list[Any]:
         """Return what a proposal rests on, at most RECENT + BEST results, by trial number."""
-        seen = [
-            self._seen[trial] for trial in sorted(self._seen, key=lambda trial: (len(trial), trial))
-        ]
+        learned = self._seen.keys() - self._dropped
+        seen = [self._seen[trial] for trial in sorted(learned, key=lambda name: (len(name), name))]
         if len(seen) <= RECENT + BEST:
             return seen
         older = seen[:-RECENT]

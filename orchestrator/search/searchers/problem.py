@@ -64,6 +64,9 @@ class ResumableSearcher(Searcher):
         """Replay a recorded suggestion, as if `suggest` had made it now."""
         raise NotImplementedError
 
+    def reopen(self, trial_id: str) -> None:
+        """Expect further reports of a trial that had ended because its machines were lost."""
+
     def upcoming(self, count: int) -> Sequence[Candidate]:
         """Return the next candidates that do not depend on further reports.
 

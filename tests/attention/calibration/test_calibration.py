@@ -21,7 +21,7 @@ from attention.base.progress import ProgressStage
 from attention.calibration import collecting, store
 from attention.calibration.calibrate import calibrate, calibration_digest, weights_of
 from attention.calibration.moments import LayerStatistics, packed, unpacked
-from attention.calibration.sizes import MIXED, Mixed, layer_bytes
+from attention.calibration.sizes import MIXED, Mixed, layer_bytes, most_exact, sum_bytes
 from attention.calibration.store import META, Calibration, CalibrationError
 from attention.conversion.convert import convert
 from attention.families import family_of, geometry_of
@@ -226,6 +226,16 @@ def test_the_size_is_the_one_that_is_estimated(mixed: Mixed, tiny_model: Tiny, t
     result = calibrate(model, tiny_tokens, sample_tokens=96, mixed=mixed)
     stored_bytes = sum(t.untyped_storage().nbytes() for layer in result.layers for t in tensors(layer).values())
     assert stored_bytes == geometry.num_layers * layer_bytes(geometry, 96, mixed)
+
+
+def test_in_memory_the_sums_count_in_the_choice_of_the_form(tiny_model: Tiny) -> None:
+    """They are whole matrices of all layers at once, where stored moments are halves."""
+    geometry = geometry_of(tiny_model("llama", num_key_value_heads=2).config)
+    exact = geometry.num_layers * layer_bytes(geometry, 96)
+    sums = geometry.num_layers * sum_bytes(geometry, "float32")
+    assert most_exact(geometry, 96, exact) == "float32"
+    assert most_exact(geometry, 96, exact, in_memory=True) == "pooled"
+    assert most_exact(geometry, 96, exact + sums, in_memory=True) == "float32"
 
 
 def test_progress_counts_sequences(

@@ -42,7 +42,31 @@ def test_diverged_and_failed_trials_teach_nothing(task: SearchProblem, end: dict
     searcher.suggest("a")
     searcher.on_trial_result("a", {"loss": 3.0, "kv_bytes_per_token": 4096.0, "rung": 0})
     searcher.on_trial_complete("a", **end)
-    assert not searcher._seen
+    assert not searcher._window()
+
+
+def test_a_relaxed_trial_is_worth_what_it_was_before_its_recovery(task: SearchProblem) -> None:
+    """As in every table (`TrialRecord.best`)."""
+    searcher = make(task)
+    report = {"loss": 5.0, "kv_bytes_per_token": 4096.0, "rung": 0, "pooled": True}
+    for trial, relaxed, loss in (("a", 2.4, 2.6), ("b", float("nan"), 2.6), ("c", 2.4, float("inf"))):
+        searcher.suggest(trial)
+        searcher.on_trial_result(trial, report)
+        searcher.on_trial_result(trial, report | {"loss": loss, "rung": 1, "pooled": False, "collapsed_loss": relaxed})
+    assert [o.values for o in searcher._window()] == [[2.4, 4096.0], [2.6, 4096.0]]
+
+
+def test_a_trial_that_runs_again_after_its_machines_were_lost_counts_again(task: SearchProblem) -> None:
+    searcher = make(task)
+    searcher.suggest("a")
+    report = {"loss": 3.0, "kv_bytes_per_token": 4096.0, "rung": 0}
+    searcher.on_trial_result("a", report)
+    searcher.on_trial_complete("a", error=True)
+    searcher.reopen("a")
+    assert [o.values for o in searcher._window()] == [[3.0, 4096.0]]
+    searcher.on_trial_result("a", report | {"loss": 2.0, "rung": 1})
+    searcher.on_trial_complete("a", report | {"loss": 2.0, "rung": 1})
+    assert [o.values for o in searcher._window()] == [[2.0, 4096.0]]
 
 
 def test_a_proposal_rests_on_a_bounded_number_of_results(demo_dir: Path) -> None:

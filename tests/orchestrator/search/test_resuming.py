@@ -28,6 +28,7 @@ from orchestrator.search.candidates import Candidate, candidate_space, named_can
 from orchestrator.search.resume import JournaledScheduler, JournaledSearch, replay, settle
 from orchestrator.search.schedulers import RungProblem, make_scheduler
 from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.search.searchers.bayesian import FrontSearch
 from orchestrator.storage import records
 from orchestrator.storage.journal import (
     AGAIN,
@@ -316,6 +317,22 @@ def test_ends_that_a_kill_has_swallowed_are_written_and_lost_trials_are_tried_ag
     assert [e["event"] for e in history.events[-3:]] == [END, END, AGAIN]
     settle(journal)
     assert len(read_events(journal.path)) == 14
+
+
+def test_a_lost_trial_that_runs_again_teaches_the_searcher(demo_dir: Path, tmp_path: Path) -> None:
+    problem, journal = problem_of(demo_dir), Journal(tmp_path / "journal.jsonl")
+    journal.begin(RUNGS)
+    drawn = next(FrontSearch(problem).draws(0))
+    journal.append(TRIAL, trial="t0000", config=drawn.config())
+    scores = {"loss": 3.0, "kv_bytes_per_token": 4096}
+    journal.append(**report("t0000", 0, "CONTINUE", **scores))
+    journal.append(END, trial="t0000", error="ActorDiedError", trace=None, lost=True)
+    settle(journal)
+    journal.append(**report("t0000", 10, "CONTINUE", **scores | {"loss": 2.5}))
+    searcher = make_searcher("optuna", problem)
+    assert isinstance(searcher, FrontSearch)
+    replay(journal.history, searcher, make_scheduler("asha", RungProblem(RUNGS, 2.0, ("gqa",), trials=1)))
+    assert [seen.values for seen in searcher._window()] == [[2.5, 4096.0]]
 
 
 def test_records_are_what_the_journal_says(tmp_path: Path) -> None:

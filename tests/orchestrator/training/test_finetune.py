@@ -21,6 +21,7 @@ from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
 from orchestrator.tasks.finetune import FinetuneRequest
 from orchestrator.tracking.runs import default_uri, open_client
+from trainers.text.data import write_sequences
 
 UNEVEN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
 ASKED: dict[str, Any] = {
@@ -108,6 +109,24 @@ def test_the_same_command_does_nothing_twice(whole: dict[str, Any], models: dict
     again = finetune_checkpoint(models["converted"], out, **requested)
     assert again["weights_digest"] == whole["record"]["weights_digest"]
     assert (out / "config.json").read_text() == text
+
+
+@pytest.mark.extended
+def test_with_zero_3_the_workers_measure_the_loss_before_together(
+    ray_cluster: None, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """One worker may have no room for the whole model."""
+    eval_file = tmp_path / "eval"
+    sequences = torch.randint(2048, (5, 32), generator=torch.Generator().manual_seed(0))
+    write_sequences(sequences, eval_file, largest_id=2047)
+    starts = {}
+    for zero_stage in (1, 3):
+        overrides = [*ASKED["overrides"], "train.num_workers=2", f"train.zero_stage={zero_stage}"]
+        out = tmp_path / str(zero_stage)
+        request = check_finetuning(models["converted"], out, **ASKED | {"overrides": overrides})
+        starts[zero_stage] = request.prepare(eval_file)
+    assert starts[3]["parameters"] == starts[1]["parameters"] > 0
+    assert starts[3]["loss_before"] == pytest.approx(starts[1]["loss_before"], abs=1e-5)
 
 
 @pytest.mark.parametrize("tuning", [extended("kv"), extended("lora")])
