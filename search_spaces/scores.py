@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.families import family_of
+from attention.families import family_of, window_of
 from attention.geometry import HeadGeometry
 from attention.heads import LayerHeads
 from attention.modeling.rotary import apply_rotary, rotary_tables
@@ -215,6 +215,15 @@ class LayerOutputScore:
             for group_members, group_scores in zip(members, torch.split(mixed, size), strict=True)
         ]
 
+    @property
+    def _window(self) -> int:
+        """Tokens that the layer's sliding window keeps in view; 0 without one."""
+        if self.module is None:
+            return 0
+        if hasattr(self.module, "sliding_window"):
+            return self.module.sliding_window or 0
+        return window_of(self.module.config)  # Mistral, Mixtral and Phi-3 read it as they compute
+
     def _mixed(self, members: list[int], k_gSTd: Tensor, v_gSTd: Tensor) -> Tensor:
         """Return what the query heads `members` read from these keys and values, `[g, S, T, d]`.
 
@@ -225,10 +234,7 @@ class LayerOutputScore:
         sinks = self.heads.sinks
         scaling = getattr(self.module, "scaling", None)
         softcap = getattr(self.module, "attn_logit_softcapping", None)
-        # Mistral, Mixtral and Phi-3 read it from the config when they compute
-        own = hasattr(self.module, "sliding_window")
-        source = self.module if own else getattr(self.module, "config", None)
-        window = getattr(source, "sliding_window", None) or 0
+        window = self._window
         if sinks is None and softcap is None and not 0 < window < q_gSTd.shape[2]:
             return scaled_dot_product_attention(
                 q_gSTd, k_gSTd, v_gSTd, is_causal=True, scale=scaling
