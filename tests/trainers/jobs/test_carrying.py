@@ -6,12 +6,14 @@ Out of memory is an injected torch.OutOfMemoryError: there is no GPU here to fil
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from attention.io import checkpoint
 from attention.plan import AttentionPlan, HeadShare, LayerPlan
 from trainers.engine import TrainEngine
 from trainers.evaluation import evaluate
+from trainers.jobs import share, training
 from trainers.jobs.checkpoints import CheckpointStore
 from trainers.jobs.memory import JobOutOfMemoryError, as_it_fits, lower_micro_batch, lowered
 from trainers.jobs.run import run_job
@@ -71,6 +74,23 @@ def job(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
 @pytest.fixture(scope="module")
 def whole(job: TrainJob) -> dict[str, Any]:
     return run_job(job, Alone())["metrics"]
+
+
+def test_the_speed_counts_the_steps_alone(job: TrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that ticks when it is read, and for a long time before the first step."""
+    now = itertools.count()
+
+    def long_start(*_: Any) -> None:
+        for _ in range(1000):
+            next(now)
+
+    monkeypatch.setattr(share, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(training, "checkpoint_cost", long_start)
+    link = Alone()
+    timed = replace(job, run_name="timed", out_dir=f"{job.out_dir}-timed")
+    run_job(timed, link)
+    speeds = [report["tokens_per_second"] for report in link.reports]
+    assert speeds == [job.settings.batch_size * 16] * 3
 
 
 @pytest.fixture
