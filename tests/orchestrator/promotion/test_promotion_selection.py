@@ -19,6 +19,7 @@ from orchestrator.promotion.state import (
     PROMOTED,
     REFUSED,
     BaselineModel,
+    GateRecord,
     PromoteOutcome,
     PromotionEntry,
     PromotionState,
@@ -173,3 +174,15 @@ def test_a_promotion_is_tracked_where_its_search_is(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     with pytest.raises(ConfigError, match="stored without its password; set MLFLOW_TRACKING_URI"):
         promote._stored_config(folder, [])
+
+
+def test_the_link_leads_to_the_smallest_cache_in_bytes(folder: SearchFolder) -> None:
+    """Wide heads have more bytes than their KV ratio says of heads."""
+    state = PromotionState()
+    for name, kv_ratio, size in (("wide", 0.25, 3072), ("narrow", 0.5, 2048)):
+        folder.trial(name).mkdir(parents=True)
+        gate = GateRecord({}, {}, {}, str(folder.trial(name)), True, None, size)
+        state.candidates[name] = PromotionEntry(name, "headfold", kv_ratio, 8, status=PROMOTED, gate=gate)
+    promote._link_export(folder, state)
+    assert state.exported == str(folder.trial("narrow"))
+    assert (folder.root / "exported").resolve() == folder.trial("narrow").resolve()

@@ -25,11 +25,12 @@ KNAPSACK = recipe("gqa", fusion="least_squares", together=False, allocation="kna
 def test_a_task_for_each_layer_of_each_set_of_curves() -> None:
     one = Candidate(KNAPSACK, 0.5, 1e-3)
     same = [replace(one, kv_ratio=0.25), replace(one, learning_rate=1e-4)]
-    others = [replace(one, seed=1), replace(one, recipe=KNAPSACK.with_changes(fusion="mean"))]
+    others = [replace(one, seed=1)]
+    others += [replace(one, recipe=KNAPSACK.with_changes(**change)) for change in ({"fusion": "mean"}, {"width": 2})]
     without = [Candidate(recipe("gqa"), 0.5, 1e-3), replace(one, seed=2, plan="{}")]
     tasks = curve_tasks([one, *same, *others, *without], 3)
-    assert len(tasks) == 3 * 3
-    assert [layer for _, layer in tasks] == [0, 1, 2] * 3
+    assert len(tasks) == 3 * 4
+    assert [layer for _, layer in tasks] == [0, 1, 2] * 4
     assert [candidate for candidate, _ in tasks[::3]] == [one, *others]
 
 
