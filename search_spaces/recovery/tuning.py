@@ -22,7 +22,7 @@ _KNOBS = (
     Knob(
         "distillation_weight",
         "float",
-        "with distillation: its share of the loss; 1 leaves language modelling out",
+        "with `distillation` kl or kl_bild: its share of the loss; 1 leaves language modelling out",
         0.01,
         1.0,
     ),
