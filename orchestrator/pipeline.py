@@ -33,6 +33,7 @@ from orchestrator.reporting.figures.caches import caches_figure
 from orchestrator.reporting.figures.drawing import save_png
 from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
+from orchestrator.reporting.status import search_seconds
 from orchestrator.search.estimate import announce, check_disk
 from orchestrator.search.leftovers import open_trials
 from orchestrator.search.outcome import SearchOutcome, print_outcome
@@ -124,10 +125,13 @@ def search(
             prepared.texts.make_all()
             if folder is not None and folder.original.exists():
                 check_texts(prepared, read_json(folder.original))
+            earlier = None  # before the lock is taken: its last heartbeat says when a driver died
+            if folder is not None:
+                earlier = search_seconds(folder, folder.read_state(), datetime.now(UTC))
             folder = folder or _new_folder(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}") as lock:
                 folder.sweep()
-                _save_start(config, folder, uri, nodes, parallel)
+                _save_start(config, folder, uri, nodes, parallel, earlier)
                 if prepared.reused:
                     splits = ", ".join(prepared.reused)
                     print(
@@ -256,10 +260,19 @@ def _save_start(
     uri: str | None,
     nodes: Sequence[Nodes],
     parallel: int,
+    earlier: float | None,
 ) -> None:
     """Save when and how the search began, and print its paths.
 
     A state that cannot be read is written anew.
+
+    Args:
+        config: Of the search.
+        folder: Of the search.
+        uri: Address of the MLflow store; None for that in the storage.
+        nodes: The cluster.
+        parallel: Trials at a time.
+        earlier: Seconds of the drivers before this one; None for the first.
     """
     address = redact(uri or default_uri(folder.storage))
     state = folder.read_state()
@@ -268,6 +281,8 @@ def _save_start(
         state = {"started": _iso(folder.started or time.time()), "command": command}
     for key in ("ended", "resumed"):
         state.pop(key, None)
+    if earlier is not None:
+        state["seconds"] = earlier
     write_json(folder.state, {**state, "tracking": address})
     print(f"search   {folder.root}")
     print(f"MLflow   {address}")

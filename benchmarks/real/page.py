@@ -82,8 +82,8 @@ ABOUT = {
     "engine_caches": "`headfold evaluate --engine llama.cpp --cache-types`: losses from the engine's own "
     "log-probabilities on 2,048 tokens, bytes from its log; increase and share relative to the original in f16.",
     "long_context": "`headfold evaluate --context-lengths`: a line with a value is hidden at five depths of held-out "
-    "text; *recall* is how often the hidden one of four values is the likeliest, in 40 contexts of each length. Chance is "
-    "25%, and a standard error is up to 8 points. "
+    "text; *recall* is how often the hidden one of four values is the likeliest, in 40 contexts of each length. "
+    "Chance is 25%, and a standard error is up to 8 points. "
     f"{_LARGEST}",
     "tasks": "`headfold evaluate --tasks ruler_niah_single_1,ruler_vt --context-lengths 1024`: tasks of RULER, whose "
     f"data is generated; those of the harness itself need a model hub. {_LARGEST}",

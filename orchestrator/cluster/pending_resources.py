@@ -144,13 +144,14 @@ class CapacityWatch:
 
 @contextlib.contextmanager
 def watch_pending(
-    demand: Demand,
+    demand: Callable[[], Demand],
     on_change: Callable[[str | None], None],
     *limits: StallWatch | CapacityWatch | None,
 ) -> Iterator[None]:
     """While the body runs, report what a demand waits for.
 
     Args:
+        demand: Returns that of the present part of the work.
         on_change: Called in a separate thread with `describe_pending`, once something has waited
             for GRACE_SECONDS and when that changes, and with None when nothing waits any more.
         limits: Interrupt the body, as Ctrl-C would, if nothing can continue or nodes do not come.
@@ -167,7 +168,7 @@ def watch_pending(
         while not ended.wait(STATUS_SECONDS):
             pending = reported
             with contextlib.suppress(RayError):  # the head is busy or away
-                pending = describe_pending(demand)
+                pending = describe_pending(demand())
                 for watch in watches:
                     if not reasons and (reason := watch.reason()) is not None:
                         reasons.append(reason)

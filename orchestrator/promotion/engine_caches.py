@@ -7,6 +7,7 @@ and only their comparison shows which of them is worth its loss.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import cast
 
@@ -24,6 +25,7 @@ from attention.cache_formats import (
 )
 from attention.checkpoint import Checkpoint
 from attention.engine_cache import engine_cache, with_engine_heads
+from attention.io.sources import CheckpointError
 from attention.modeling.model_classes import plan_of
 from orchestrator import checkpoints
 from orchestrator.cluster.placement import task_options
@@ -109,7 +111,8 @@ def measure_engine_caches(
             _write(session, measured, [])
             for why_not in result["why_not"].values():
                 reasons.setdefault(why_not, todo[number]["name"])
-    except (RuntimeError, RayError) as error:  # what a search has found is worth more than this
+    # What a search has found is worth more than this
+    except (RuntimeError, CheckpointError, OSError, RayError) as error:
         reasons[f"not measured, nor what came after: {reason(error)}"] = "a model"
     for why_not, name in reasons.items():
         print(f"{label}: {name}: {why_not}", flush=True)
@@ -151,6 +154,8 @@ def _models(
     baselines = best_of_recipe(trials, session.config.search.baseline).values()
     roles = {trial.trial_id: (trial, TRIAL_ROLE) for trial in front(trials, timed=False)}
     roles |= {trial.trial_id: (trial, BASELINE_ROLE) for trial in baselines}
+    with contextlib.suppress(OSError):  # the address is away: without weights, not measured
+        session.control.fetch(roles.keys())
     for trial, role in roles.values():
         best = best_model(trial, session.folder.trial(trial.trial_id))
         if best is not None:

@@ -84,6 +84,8 @@ class PromotionSteps:
             for trial_id, alike in entries.items()
         ]
         for training in trainings:
+            if not self._is_trained(training.trial.trial_id, training.total):
+                self._claim(training)
             for entry in entries[training.trial.trial_id]:
                 entry.offset = training.run.offset if training.run else None
         if trainings:
@@ -137,6 +139,22 @@ class PromotionSteps:
                     if entry.status == PENDING:
                         self._track(entry, records.KILLED)
             raise
+
+    def _is_trained(self, trial_id: str, steps: int) -> bool:
+        """Whether another entry has the weights of this training already."""
+        return any(
+            (entry.trial_id, entry.steps) == (trial_id, steps)
+            and entry.status not in (PENDING, FAILED)
+            for entry in (*self.state.baselines.values(), *self.state.candidates.values())
+        )
+
+    def _claim(self, training: Training) -> None:
+        if changed := training.claim():
+            print(
+                f"promotion: {training.trial.name} was begun with another {', '.join(changed)}; "
+                "it starts again",
+                flush=True,
+            )
 
     def _end_training(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,18 +11,32 @@ from typing import Any, NamedTuple
 
 import ray
 
+from orchestrator.cluster.ray_tasks import cancel_unfinished
 from orchestrator.cluster.session import last_error, prepare_process
 from orchestrator.resources.processes import PROMOTION_WORKER
 from orchestrator.search.candidates import Candidate
 from orchestrator.search.trials.context import SearchSession
-from orchestrator.storage.json_files import read_json
+from orchestrator.storage.json_files import read_if_there, read_json, write_json
 from orchestrator.storage.records import TrialRecord
 from orchestrator.training.run import Failures, TrainingReport, TrainingRun, lost
 from trainers.deepspeed_config import layout_of
-from trainers.jobs.checkpoints import is_saved
+from trainers.jobs.best import best_folder
+from trainers.jobs.checkpoints import CheckpointStore, is_saved
 from trainers.settings import TrainSettings
+from trainers.text.token_sets import is_complete, read_sequences
 
 _POLL_SECONDS = 10.0
+_MACHINES = (
+    "num_workers",
+    "min_workers",
+    "cpus_per_worker",
+    "gpus_per_worker",
+    "device",
+    "micro_batch_size",
+    "activation_checkpointing",
+    "compile",
+)
+"""Settings that say on what a training runs, with which it may be continued otherwise."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +146,43 @@ class Training:
         settings = self.run.job.settings
         return {"learning_rate": settings.learning_rate, "batch_size": settings.batch_size}
 
+    def claim(self) -> list[str]:
+        """Clear what a training of this name with other settings, text or start has left.
+
+        Its checkpoints, reports and weights would be taken for those of this training. What has no
+        mark is of an earlier version, and is continued.
+
+        Returns:
+            The names of what has changed.
+
+        Raises:
+            AddressAwayError: If the address of its checkpoints does not answer.
+        """
+        if self.run is None:
+            return []
+        job = self.run.job
+        mark = Path(job.out_dir).with_name("job.json")
+        text = job.train_file
+        settings = job.settings.identity()
+        work = {
+            **{name: value for name, value in settings.items() if name not in _MACHINES},
+            "text": read_sequences(text).digest if is_complete(text) else text,
+            "milestones": list(job.milestones),
+            "start_step": job.start_step,
+            "schedule_offset": job.schedule_offset,
+            "first_sequence": job.first_sequence,
+        }
+        before = read_if_there(mark)
+        names = sorted(before.keys() | work.keys())
+        changed = [name for name in names if before.get(name) != work.get(name)]
+        if before and changed:
+            CheckpointStore.of(job).remove()
+            run_folder = Path(job.storage_path) / job.run_name
+            for folder in (run_folder, Path(job.out_dir), Path(best_folder(job.out_dir, 0)).parent):
+                shutil.rmtree(folder, ignore_errors=True)
+        write_json(mark, work)
+        return changed if before else []
+
     def reports(self) -> list[TrainingReport]:
         """Return the completed milestones."""
         return self.run.reports() if self.run else []
@@ -180,6 +232,20 @@ def run_all(
     # It waits for workers, which may need every CPU that there is
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_train)
     running: dict[Any, Training] = {}
+    try:
+        _run_waiting(waiting, running, task, session, done, going_on)
+    finally:
+        cancel_unfinished(list(running))  # of a search that is interrupted, where Ray lives on
+
+
+def _run_waiting(
+    waiting: list[Training],
+    running: dict[Any, Training],
+    task: Any,
+    session: SearchSession,
+    done: Done,
+    going_on: Callable[[Training], None],
+) -> None:
     failures: dict[str, Failures] = {}
     described: set[str] = set()  # whose checkpoints' cost was printed
     while waiting or running:

@@ -60,7 +60,7 @@ def report_waiting(
 
     hours = config.resources.max_wait_hours
     capacity = CapacityWatch(demand, 3600 * hours) if hours else None
-    with watch_pending(Demand.of(config), report, stall, capacity):
+    with watch_pending(demand, report, stall, capacity):
         yield
 
 

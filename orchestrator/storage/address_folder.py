@@ -41,7 +41,7 @@ TRANSFERS = 8
 PROBE = ".headfold-probe"
 
 TRAINING_CHECKPOINTS = re.compile(
-    rf"(^|/)train/[^/]+/(checkpoint_\d+/|{re.escape(CHECKPOINT_INDEX)}$)"
+    rf"(^|/)train/[^/]+/(relaxation/[^/]+/states/)?(checkpoint_\d+/|{re.escape(CHECKPOINT_INDEX)}$)"
 )
 """Paths that workers write to an address, and read from there, themselves."""
 

@@ -87,8 +87,9 @@ def open_client(uri: str) -> Any:
     """Return MLflow's client for a store; no request is sent yet."""
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it may hold a secret
-    # An address without a server must fail in seconds
+    # An address without a server must fail in seconds, and one that does not answer in minutes
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     from mlflow import MlflowClient
 
     for name in ("alembic", "mlflow"):  # after the import, which sets the level to INFO

@@ -43,6 +43,11 @@ _DIGEST_TAG = "headfold.synced"
 """Set last, on a finished run: the digest of its `TrackedRun`."""
 PAUSE_SECONDS = (2.0, 60.0)
 """Seconds between two attempts to reach a store: the first interval, and the longest."""
+_SLOW_SECONDS = 5.0
+"""An attempt that fails after more is one that had no answer, where a driver had to wait."""
+_SLOW_PAUSE = (10.0, 600.0)
+"""The interval after it: as a multiple of its time, so that a driver waits for a tenth of its own
+at most, and the longest, in seconds."""
 
 Key = tuple[tuple[str, str], ...]
 
@@ -229,22 +234,28 @@ class MlflowSync:
         return self._tracker
 
     def _send_all(self) -> None:
+        started = time.monotonic()
         try:
             for key, state in list(self._pending.items()):
                 self._send(state)
                 del self._pending[key]
         except Exception as error:
-            self._pause(error)
+            self._pause(error, time.monotonic() - started)
             return
         self._delay = 0.0
         if self._warned:
             logger.warning("MLflow is reachable again, and up to date")
             self._warned = False
 
-    def _pause(self, error: Exception) -> None:
+    def _pause(self, error: Exception, seconds: float) -> None:
+        """Wait before the next attempt; this one has failed after `seconds`."""
         first, longest = PAUSE_SECONDS
         self._delay = min(longest, 2 * self._delay or first)
-        self._next_try = time.monotonic() + self._delay
+        pause = self._delay
+        if seconds > _SLOW_SECONDS:
+            share, longest = _SLOW_PAUSE
+            pause = max(pause, min(longest, share * seconds))
+        self._next_try = time.monotonic() + pause
         self._tracker = None
         self._children = None  # a run may have been made whose answer was lost
         if not self._warned:

@@ -126,7 +126,7 @@ class FanOuts:
         options = task_options(self.config)
         watch = StallWatch(STALL_SECONDS, lambda: 0.0)
         try:
-            with watch_pending(Demand.of(self.config), lambda text: None, watch):
+            with watch_pending(lambda: Demand.of(self.config), lambda text: None, watch):
                 on_cluster(options, "original model", needs_one_more, options)
         except StalledError as error:
             return str(error)

@@ -120,7 +120,7 @@ def test_a_stall_ends_the_body_as_an_interruption_does(orderly: bool, monkeypatc
     """Tune takes an interruption for an order to stop its trials, and returns."""
     monkeypatch.setattr(pending_resources, "STATUS_SECONDS", 0.05)
     monkeypatch.setattr(pending_resources, "describe_pending", lambda demand: None)
-    demand, watching = Demand(1, 1, 1, 1, 1), Stalls()
+    demand, watching = lambda: Demand(1, 1, 1, 1, 1), Stalls()
     with pytest.raises(StalledError, match="another one waits"), watch_pending(demand, print, watching):  # type: ignore[arg-type]
         try:
             for _ in range(600):  # what interrupts comes between two calls, as in Tune's loop

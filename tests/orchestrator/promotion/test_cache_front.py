@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from orchestrator.promotion.engine_caches import cache_pairs, measure_engine_cac
 from orchestrator.reporting.figures.caches import caches_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.tables import cache_table
-from orchestrator.search.trials.context import SearchSession, TrialContext
+from orchestrator.search.trials.context import SearchControl, SearchSession, TrialContext
 from orchestrator.storage.cache_points import BASELINE_ROLE, ORIGINAL_ROLE, TRIAL_ROLE, engine_front, read_cache_points
 from orchestrator.storage.json_files import read_json, write_json
 from orchestrator.storage.paths import SearchFolder
@@ -100,6 +102,26 @@ def test_a_model_that_cannot_be_measured_costs_no_search_its_end(
         TRIAL_ROLE,
         BASELINE_ROLE,
     }
+
+
+def test_weights_that_are_only_at_the_address_are_fetched_and_missing_ones_end_no_search(
+    config: SearchConfig, folder: SearchFolder, context: TrialContext, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trials = [trial("head", "headfold", 2.2), trial("base", "gqa", 2.9)]
+    weights = folder.trial("head") / "trained" / "model.safetensors"
+    moved = weights.rename(folder.root / "moved")
+    fetched: list[set[str]] = []
+
+    def fetch(names: Collection[str]) -> None:
+        fetched.append(set(names))
+        if len(fetched) > 1:
+            moved.rename(weights)
+
+    session = replace(session_of(config, folder, context), control=SearchControl(fetch=fetch))
+    assert TRIAL_ROLE not in {point["role"] for point in measure_engine_caches(session, trials)}
+    assert "not measured, nor what came after" in capsys.readouterr().out
+    assert TRIAL_ROLE in {point["role"] for point in measure_engine_caches(session, trials)}
+    assert fetched == [{"head", "base"}] * 2
 
 
 def test_the_page_shows_them(config: SearchConfig, folder: SearchFolder, context: TrialContext) -> None:

@@ -105,6 +105,36 @@ def test_split_otherwise_it_starts_from_the_weights_and_reads_on(
     assert (job.train_file, job.first_sequence) == ("fresh.safetensors", 0)
 
 
+def test_a_promotion_with_other_settings_does_not_continue_the_one_before(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
+) -> None:
+    """Of that there may be checkpoints, reports and weights of the same name."""
+    rate, workers = {"learning_rate": 1e-5}, {"num_workers": 2, "cpus_per_worker": 0.5}
+    saved = tmp_path / "checkpoint_000004"
+    saved.mkdir()
+
+    def planned(**section: Any) -> tuple[Training, list[Path]]:
+        training = training_of(config, context, folder, saved, **section)
+        assert training.run is not None
+        job = training.run.job
+        left = [Path(job.storage_path) / job.run_name, Path(job.out_dir), Path(f"{job.out_dir}.best")]
+        return training, [file / "file" for file in left]
+
+    first, files = planned(train=rate)
+    assert first.claim() == []
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert planned(train=rate)[0].claim() == planned(train=rate | workers)[0].claim() == []
+    assert all(file.exists() for file in files)
+    assert planned(train={"learning_rate": 1e-4})[0].claim() == ["learning_rate"]
+    assert not any(file.exists() for file in files)
+    assert planned(train=rate, evaluations=3)[0].claim() == ["learning_rate", "milestones"]
+    saved.rmdir()  # the trial's checkpoint, from which it was to continue
+    changed = planned(train=rate, evaluations=3)[0].claim()
+    assert changed == ["first_sequence", "milestones", "schedule_offset", "start_step"]
+
+
 def test_a_stopped_trial_whose_checkpoint_is_gone_resumes_from_its_best_weights(
     config: SearchConfig, context: TrialContext, folder: SearchFolder, tmp_path: Path
 ) -> None:

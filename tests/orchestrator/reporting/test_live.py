@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from journals import write_journal
 from rich.console import Console
 from typer.testing import CliRunner
 
+from orchestrator import pipeline
 from orchestrator.config.schema import parse_config
 from orchestrator.main import app
 from orchestrator.reporting import status as live
@@ -139,6 +141,17 @@ def test_a_resumed_search_runs_and_counts_the_time_of_all_its_drivers(folder: Se
     write_json(folder.state, state)
     view = live.read_status(folder, NOW)
     assert (view.state, view.seconds) == ("running", 90.0)
+
+
+def test_the_time_of_a_driver_that_was_killed_counts_and_that_after_it_does_not(folder: SearchFolder) -> None:
+    began = datetime.now(UTC) - timedelta(hours=30)
+    write_json(folder.state, {"started": began.isoformat(), "seconds": 60.0, "resumed": began.isoformat()})
+    SearchLock(folder.lock).acquire()  # whose last heartbeat was two hours later
+    os.utime(folder.lock, (began.timestamp() + 7200,) * 2)
+    earlier = live.search_seconds(folder, folder.read_state(), datetime.now(UTC))
+    assert earlier == pytest.approx(7260, abs=1)
+    pipeline._save_start(parse_config(CONFIG), folder, None, [], 1, earlier)
+    assert folder.read_state()["seconds"] == earlier and "resumed" not in folder.read_state()
 
 
 def test_lines_come_only_when_something_has_changed(folder: SearchFolder) -> None:

@@ -63,6 +63,23 @@ def test_limits_of_waiting_are_in_the_units_of_the_settings(
         assert begun == [watches]
 
 
+@pytest.mark.parametrize(("promoting", "cpus"), [(False, 50), (True, 25)])
+def test_it_waits_for_the_workers_of_trials_and_then_of_the_promotion(
+    promoting: bool, cpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demands: list[Any] = []
+
+    def watch(demand: Callable[[], Any], *_: Any) -> Any:
+        demands.append(demand())
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(waiting, "watch_pending", watch)
+    config = parse_config({**CONFIG, "promotion": {"enabled": True, "steps": 9, "train": {"cpus_per_worker": 25}}})
+    nothing = cast(Any, None)
+    with report_waiting(config, SearchFolder.fresh(tmp_path, "mine"), nothing, nothing, lambda: promoting):
+        assert [demand.worker.cpus for demand in demands] == [cpus]
+
+
 def test_a_search_says_what_it_waits_for(
     ray_cluster: None,
     tmp_path: Path,

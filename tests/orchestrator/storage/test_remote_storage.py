@@ -55,7 +55,8 @@ def test_only_what_has_changed_is_sent_and_what_is_gone_is_dropped(mirror: Mirro
 
 
 def test_what_workers_send_and_read_themselves_is_not_fetched(mirror: Mirror, tmp_path: Path) -> None:
-    own = {f"demo/train/t0001/{name}": "x" for name in ("checkpoint_000004/engine/state.pt", "checkpoints.json")}
+    states = ("checkpoint_000004/engine/state.pt", "checkpoints.json")
+    own = {f"demo/train/t0001/{at}{name}": "x" for at in ("", "relaxation/stage-0/states/") for name in states}
     others = {f"demo/{name}": "x" for name in ("train/t0001/curve.jsonl", "trials/t/trained.relaxed/stage-0/states/x")}
     write(Path(mirror.root), **own, **others)
     assert mirror.pull() == len(others)

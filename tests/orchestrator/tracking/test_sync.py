@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +209,25 @@ def test_a_store_that_never_comes_is_reported_and_is_no_error(
     sync.put(trial(0))
     assert not sync.flush() and sync.parent_id is None and sync.waiting == 2
     assert caplog.text.count("MLflow is not reachable") == 1 and "secret" not in caplog.text
+
+
+def test_a_store_that_does_not_answer_takes_a_tenth_of_the_time_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver waits for it, and its trials for the driver."""
+    clock = SimpleNamespace(now=0.0, attempts=0)
+
+    def connect() -> Tracker:
+        clock.attempts += 1
+        clock.now += 40
+        raise TrackingError("timed out")
+
+    monkeypatch.setattr(sync, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    silent = MlflowSync(connect, parent_run(tmp_path))
+    while clock.now < 10_000:
+        clock.now += 5
+        silent.put(trial(0))
+    assert 0.08 < 40 * clock.attempts / clock.now < 0.11
 
 
 def test_points_that_are_added_while_the_store_is_away_are_there_once_when_it_is_back(
