@@ -67,7 +67,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
     Not `model.to(dtype)`, which would round the frequencies of rotary embeddings too.
     """
-    stays = _in_float32(model)
+    stays = in_float32(model)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not stays(name):
             parameter.data = parameter.data.to(dtype)
@@ -99,7 +99,7 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
     working = model.dtype
     if working == dtype:
         return
-    stays = _in_float32(model)
+    stays = in_float32(model)
     buffers = [(name, getattr(module, name)) for module, name in _stored_buffers(model)]
     for name, tensor in [*model.named_parameters(), *buffers]:
         rounded = tensor.data.to(dtype).to(tensor.dtype)
@@ -107,8 +107,12 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
             tensor.data = rounded
 
 
-def _in_float32(model: nn.Module) -> Callable[[str], bool]:
-    """Return whether a tensor of a name is read in float32 whatever the dtype: those of routers."""
+def in_float32(model: nn.Module | type[nn.Module]) -> Callable[[str], bool]:
+    """Return whether a tensor of a name is read in float32 whatever the dtype: those of routers.
+
+    Args:
+        model: A model, or its class.
+    """
     listed = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     ends = tuple(f".{name}" for name in {*listed, "e_score_correction_bias"})
     return lambda name: f".{name}".endswith(ends)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from attention.base.progress import stage
 from attention.checkpoint import Checkpoint
+from attention.families import family_of
 from attention.io import checkpoint, piecewise
-from attention.io.precision import DTYPES
+from attention.io.precision import DTYPES, in_float32
 from attention.io.safetensors_files import open_safetensors, stored_tensors
 from orchestrator import checkpoints
 from orchestrator.cluster.ray_tasks import on_cluster
@@ -162,11 +163,16 @@ def _measure(folder: str, eval_file: str, settings: TrainSettings) -> _Start:
 
 
 def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a checkpoint, those of floating point rounded to `dtype`."""
+    """Yield every tensor of a checkpoint, those of floating point rounded to `dtype`.
+
+    Not those that choose experts, which are in float32 in any checkpoint.
+    """
+    stays = in_float32(family_of(checkpoint.load_config(folder)).model_class)
     for name, stored in stored_tensors(folder).items():
         with open_safetensors(folder / stored.file) as file:
             tensor = file.get_tensor(name)
-        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        rounds = tensor.is_floating_point() and not stays(name)
+        yield name, tensor.to(dtype) if rounds else tensor
 
 
 class Finetune(TrainingTask[FinetuneOptions, FinetuneRecord]):

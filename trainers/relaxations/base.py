@@ -243,12 +243,12 @@ def open_projections(
     old = plan_of(model)
     if old.num_heads < 2:
         raise PlanError("a model with one query head has no heads to fuse or to share")
-    # Families with a fused projection only take it apart for fewer key and value heads: pretend,
-    # then put all back.
-    single = LayerPlan((0,) * old.num_heads, (0,) * old.num_heads)
+    # Families with a fused projection only take it apart for fewer key and value heads, some only
+    # for unequal ones: pretend, then put all back.
+    unequal = LayerPlan((0,) * old.num_heads, (0, *(1,) * (old.num_heads - 1)))
     layers = read_layers(model)
-    first = [heads.expand((0,), (0,)) for heads in layers]
-    new = assemble(model, replace(old, layers=(single,) * old.num_layers), first)
+    first = [heads.expand((0,), (0, 0)) for heads in layers]
+    new = assemble(model, replace(old, layers=(unequal,) * old.num_layers), first)
     family = family_of(new.config)
     geometry = geometry_of(model.config)
     for module, heads, layer in zip(family.attention_modules(new), layers, old.layers, strict=True):

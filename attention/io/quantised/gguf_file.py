@@ -88,6 +88,18 @@ class GGUFFile:
         return FLOATS.get(next(iter(self.kinds), ""), torch.bfloat16)
 
     @property
+    def rounded(self) -> list[str]:
+        """The types of the file whose numbers were rounded, or are rounded to `dtype`."""
+        names = [kind for kind in self.kinds if kind not in FLOATS]
+        for name, dtype in FLOATS.items():
+            if name in self.kinds and torch.promote_types(dtype, self.dtype) != self.dtype:
+                tensors = (t for t in self.reader.tensors if t.tensor_type.name == name)
+                plain = map(_plain, tensors)
+                if any(not torch.equal(x, x.to(self.dtype).float()) for x in plain):
+                    names.append(name)
+        return names
+
+    @property
     def numbers(self) -> int:
         return sum(self.kinds.values())
 
@@ -157,6 +169,11 @@ class GGUFFile:
                 f"{str(self.path)!r} normalises queries and keys, which is not read from a GGUF "
                 "file of architecture stablelm; give the checkpoint that it was made from"
             )
+        if architecture == "phi3":  # 0: without a window
+            settings["sliding_window"] = self.field("phi3.attention.sliding_window") or None
+        if architecture == "qwen3moe":
+            width = self.field("qwen3moe.expert_feed_forward_length")
+            settings["moe_intermediate_size"] = int(width)
         if architecture == "gpt2":
             settings["n_positions"] = int(self.field("gpt2.context_length"))
         if architecture in _WIDEST_GEMMA:
@@ -202,7 +219,7 @@ class GGUFFile:
                 unscaled = {"rope_type": "default", "rope_theta": window}
                 scaling = {"full_attention": scaling, "sliding_attention": unscaled}
             return {"rope_parameters": scaling}
-        if kind not in ("none", "") and architecture != "gpt-oss":
+        if kind not in ("none", ""):
             raise CheckpointError(
                 f"{str(self.path)!r}: rotary scaling of type {kind} is not read from a GGUF file; "
                 f"give the checkpoint "
@@ -225,6 +242,10 @@ class GGUFFile:
             ) from None
         if self.field("tokenizer.ggml.model") == "gpt2":
             self._set_split(tokenizer)
+            if self.field("tokenizer.ggml.pre") in vocabulary.LLAMA_3:
+                tokenizer.backend_tokenizer.model.ignore_merges = True
+                if self.field("tokenizer.ggml.add_bos_token") is None:
+                    tokenizer.add_bos_token = True
         put_tokenizer(tokenizer, folder)
         _drop_tokens_from(folder / "tokenizer.json", len(self.field("tokenizer.ggml.tokens", ())))
         ids = {

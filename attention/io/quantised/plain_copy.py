@@ -24,7 +24,7 @@ from attention.io import checkpoint
 from attention.io.file_lock import file_lock
 from attention.io.piecewise import SHARD, write_shards
 from attention.io.precision import DTYPES
-from attention.io.quantised.gguf_file import FLOATS, SUFFIX, GGUFFile
+from attention.io.quantised.gguf_file import SUFFIX, GGUFFile
 from attention.io.quantised.packed import PlainTensors, method_of
 from attention.io.replacing import DIGESTS
 from attention.io.sources import CheckpointError, fetched, only_cached, write_source_note
@@ -94,7 +94,7 @@ def _only_gguf(folder: Path) -> Path:
 def _of_gguf(path: Path, cache: Path, weights: bool, report: Callable[[str], None]) -> Path:
     file = GGUFFile(path)
     folder = _place(cache, path.stem, [path], weights, _GGUF_FORMAT)
-    rounded = [kind for kind in file.kinds if kind not in FLOATS]
+    rounded = file.rounded
     name = str(file.dtype).removeprefix("torch.")
 
     def write(fresh: Path) -> None:

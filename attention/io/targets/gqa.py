@@ -106,13 +106,22 @@ def support_for(config: Any, plan: AttentionPlan) -> EngineSupport:
             f"{family.name} "
             f"family has no stock GQA form: it takes as many KV heads as query heads{other}"
         )
-    query_heads = max(counts) * max(widths_of(plan))
+    query_heads = _query_heads(plan)
     if grouped and not plan.is_uniform_gqa:
         stock_config(config, query_heads, max(counts))
     layers = plan.num_layers
     return EngineSupport.of(
         [max(counts)] * layers, plan.head_dim, [query_heads] * layers, plan.other_layers
     )
+
+
+def _query_heads(plan: AttentionPlan) -> int:
+    """Return the query heads of every layer of the stock form."""
+    return max(kv_heads_of(plan)) * max(widths_of(plan))
+
+
+def _except_for(config: Any, plan: AttentionPlan) -> tuple[str, ...]:
+    return without_vllm(config, plan, _query_heads(plan))
 
 
 def _check_mistral(config: Any, heads: int) -> None:
@@ -137,10 +146,9 @@ def lower(model: PreTrainedModel) -> Lowered:
         if not hasattr(model, "plan"):
             return Lowered(model, notes=("the model has this form already",))
         return Lowered(checkpoint.to_plain(model), notes=("heads permuted; nothing added",))
-    kv_heads = max(kv_heads_of(plan))
-    width = max(widths_of(plan))
-    stock = _stock_model(model, kv_heads * width, kv_heads)
-    fill(stock, model, [kv_heads] * plan.num_layers, kv_heads * width)
+    kv_heads, heads = max(kv_heads_of(plan)), _query_heads(plan)
+    stock = _stock_model(model, heads, kv_heads)
+    fill(stock, model, [kv_heads] * plan.num_layers, heads)
     note = (
         f"{kv_heads} KV heads in every layer, one for each distinct (key, value) pair of "
         f"the widest layer"
@@ -181,5 +189,5 @@ TARGET = Target(
     lower,
     _stock.write,
     _stock.read,
-    except_for=without_vllm,
+    except_for=_except_for,
 )

@@ -95,6 +95,49 @@ def test_bits_of_a_gguf_file_are_numbers_in_bfloat16(written: Callable[..., tupl
         assert (tensor - before[name]).abs().max() <= before[name].abs().max() / 80, name
 
 
+def test_numbers_of_float32_that_are_rounded_are_named(written: Callable[..., tuple[Path, Path]]) -> None:
+    """A file of 16 bits has norms, biases and positions in float32."""
+    import gguf
+
+    _, file = written("llama", "float16")
+    assert "F32" in GGUFFile(file).kinds and GGUFFile(file).rounded == []
+    tensors: Any = gguf.GGUFReader(file, "r+").tensors
+    next(tensor for tensor in tensors if tensor.name == "output_norm.weight").data[:] = 1.0001
+    del tensors
+    assert GGUFFile(file).rounded == ["F32"]
+
+
+def test_settings_that_transformers_leaves_out_come_back(
+    written: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    _, file = written("qwen3_moe", "float32", moe_intermediate_size=24)
+    assert checkpoint.load_config(opened(file, tmp_path)).moe_intermediate_size == 24
+
+
+@pytest.mark.parametrize("flag", [None, False])
+@pytest.mark.parametrize("name", ["llama-bpe", "qwen2"])
+def test_a_llama_3_that_says_nothing_of_it_begins_with_its_token(
+    name: str, flag: bool | None, written: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """llama.cpp puts it first for such a file, and for no other byte-level one."""
+    from attention.io.tokenizers import read_tokenizer
+
+    tokenizer = read_tokenizer(DEMO)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer(name)
+    tokenizer.bos_token = tokenizer.eos_token
+    folder, _ = written("llama", "bfloat16")
+    export(folder, "gguf", tmp_path / "split", tokenizer)
+    file = tmp_path / "split" / "model.gguf"
+    if flag is None:
+        file.write_bytes(file.read_bytes().replace(b"ggml.add_bos_token", b"ggml.add_xxx_token"))
+    assert GGUFFile(file).field("tokenizer.ggml.add_bos_token") is flag
+    again = read_tokenizer(opened(file, tmp_path, weights=False))
+    begins = again("a")["input_ids"][0] == again.bos_token_id
+    assert begins is (name == "llama-bpe" and flag is None)
+    whole = json.loads(again.backend_tokenizer.to_str())
+    assert whole["model"]["ignore_merges"] is (name == "llama-bpe")
+
+
 @pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_text_is_split_as_llama_cpp_does_by_that_name(
     name: str, written: Callable[..., tuple[Path, Path]], tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from attention.conversion.convert import assemble, build, convert, read_layers
 from attention.families import families
 from attention.io import checkpoint
+from attention.io.export import export
 from attention.modeling.composition import compositions, reset
 from attention.modeling.composition.composing import NORM_EPSILON, Compose, DynamicWeights, HeadComposition
 from attention.modeling.grouped import cache_bytes
@@ -452,6 +454,27 @@ def test_plan_counts_the_cached_weights_and_survives_json() -> None:
     assert AttentionPlan.from_json(plan.to_json()) == plan
     older = plan.to_json().replace('"qk_norm":false,', "")
     assert older != plan.to_json() and AttentionPlan.from_json(older) == plan
+
+
+def test_an_export_without_key_side_refuses_a_static_cache_too(tiny_model, tmp_path: Path) -> None:
+    """Its queries would see the empty places for later tokens."""
+    model = composed(tiny_model("llama"), Composition(key_side=False), (LayerPlan.identity(4),) * 2)
+    checkpoint.save(model, tmp_path / "model")
+    export(tmp_path / "model", "transformers", tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    assert loaded.generate(ids, max_new_tokens=2, do_sample=False).shape[1] <= 6
+    with pytest.raises(ValueError, match="need a DynamicCache"):
+        loaded.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="static")
+
+
+def test_an_export_generates_with_a_static_cache_of_unequal_counts(tiny_model, tmp_path: Path) -> None:
+    checkpoint.save(convert(tiny_model("llama"), AttentionPlan(MAPS, 8)), tmp_path / "model")
+    export(tmp_path / "model", "transformers", tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    ids, settings = torch.arange(4)[None], {"max_new_tokens": 6, "do_sample": False}
+    expected = loaded.generate(ids, **settings)
+    assert torch.equal(loaded.generate(ids, **settings, cache_implementation="static"), expected)
 
 
 def test_reset_is_reproducible(tiny_model) -> None:

@@ -19,7 +19,7 @@ from attention.io import checkpoint
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError
-from orchestrator.tasks.finetune import FinetuneRequest
+from orchestrator.tasks.finetune import FinetuneRequest, _tensors
 from orchestrator.tracking.runs import default_uri, open_client
 from trainers.text.data import write_sequences
 
@@ -166,6 +166,16 @@ def test_mistakes_are_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         check_finetuning(models["stock"], tmp_path / "out", **{**ASKED, **changes})
     assert not list(tmp_path.iterdir())
+
+
+def test_what_chooses_experts_is_not_rounded(tiny_model: Any, tmp_path: Path) -> None:
+    model = tiny_model("glm4_moe")
+    (name, bias), *_ = (item for item in model.named_buffers() if item[0].endswith("e_score_correction_bias"))
+    bias.copy_(torch.linspace(0.1, 0.2, len(bias)))
+    checkpoint.save(model, tmp_path)
+    written = dict(_tensors(tmp_path, torch.bfloat16))
+    assert torch.equal(written[name], bias)
+    assert written["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_with_an_original_the_loss_is_its_divergence_at_a_separate_rate(

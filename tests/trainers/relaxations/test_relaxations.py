@@ -12,11 +12,12 @@ from torch import Tensor
 
 from attention.axes import Part
 from attention.conversion.convert import convert, lift
+from attention.families import FUSED_PROJECTIONS
 from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, HeadShare, LayerPlan, PlanError
 from trainers.losses import objective
 from trainers.relaxations import RELAXATION_TRAINING, is_coarser, lifted
-from trainers.relaxations.base import coarser_groups
+from trainers.relaxations.base import coarser_groups, open_projections
 from trainers.relaxations.hard_concrete import (
     alive,
     certain_mask,
@@ -88,6 +89,22 @@ def optimise(relaxation: Any, ids: Tensor, steps: int, rate: float = 1e-3) -> li
         losses.append(loss.item())
     relaxation.model.eval()
     return losses
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_projections_are_opened_where_a_folder_fuses_them(fused: bool, tiny_model: Any, ids: Tensor) -> None:
+    """As the config of a per-layer export of Phi-3 says."""
+    model = tiny_model("phi3")
+    setattr(model.config, FUSED_PROJECTIONS, fused)
+    start = lifted(model)
+    opened, _ = open_projections(start, GROUPED)
+    torch.testing.assert_close(logits(opened, ids), logits(start, ids))
+    before = logits(opened, ids)
+    with torch.no_grad():
+        for name, parameter in opened.named_parameters():
+            if "k_proj" in name:
+                parameter.zero_()
+    assert not torch.allclose(logits(opened, ids), before), "they are what the model computes with"
 
 
 # ---- the contract of every part -------------------------------------------------------------------------------

@@ -31,6 +31,12 @@ class ComposedHeadsConfig(HeadMapsConfig):
         self.windows = windows
 
 
+def check_cache(cache: Any) -> None:
+    """Raise ValueError for a cache with places for later tokens, which composed heads would see."""
+    if cache is not None and type(cache) is not DynamicCache:
+        raise ValueError(f"composed heads need a DynamicCache, got {type(cache).__name__}")
+
+
 def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
     """Put key-side weights of new tokens `[batch, tokens, n]` into the cache.
 
@@ -39,8 +45,6 @@ def remembered(cache: Any, layer: int, layers: int, weights: Tensor) -> Tensor:
     They have a separate cache layer, without values, so that every operation on a cache is applied
     to them.
     """
-    if type(cache) is not DynamicCache:
-        raise ValueError(f"composed heads need a DynamicCache, got {type(cache).__name__}")
     while len(cache.layers) < 2 * layers:
         cache.layers.append(DynamicLayer())
     states = weights.unsqueeze(1)
@@ -73,6 +77,7 @@ def attend(
     """Compute attention with scores and weights composed: an attention function of transformers."""
     composition = module.composition
     weights = module.composition.key_weights(composed_input)
+    check_cache(composed_cache)
     if composed_cache is not None and weights is not None:
         weights = remembered(
             composed_cache, module.layer_idx, module.config.num_hidden_layers, weights

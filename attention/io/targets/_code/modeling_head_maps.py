@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -64,6 +64,18 @@ AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+class UnevenStaticLayer(getattr(cache_utils, "StaticLayer", object)):  # since transformers 4.54
+    """A static layer of a cache, whose key and value head counts may differ."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        batch, heads, _, width = value_states.shape
+        if heads != key_states.shape[1]:
+            self.values = value_states.new_zeros(batch, heads, self.max_cache_len, width)
+            if not torch.compiler.is_compiling():  # as the stock layer: CUDA graphs need it
+                torch._dynamo.mark_static_address(self.values)
+
+
 class HeadMapsForCausalLM(LlamaForCausalLM):
     config_class = HeadMapsConfig
     _supports_attention_backend = True
@@ -85,3 +97,13 @@ class HeadMapsForCausalLM(LlamaForCausalLM):
                 setattr(attention, name, projection)
         self.config._attn_implementation = NAME
         self.post_init()
+
+    def _prepare_static_cache(self, *args: Any, **named: Any) -> Any:
+        static = super()._prepare_static_cache(*args, **named)
+        for layer in static.layers:
+            if type(layer) is cache_utils.StaticLayer:
+                layer.__class__ = UnevenStaticLayer
+        return static
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Let each layer take its counts at first use."""

@@ -25,7 +25,10 @@ _PATTERNS = {
     "qwen2": CONTRACTIONS + WORDS + r"\p{N}" + REST,
 }
 """Splitting rules that llama.cpp has, by its names for them."""
-_SAME = {"stablelm2": "qwen2"}
+LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
+"""Its names for the tokenizer of Llama 3: without a word on it in the file it puts the beginning
+token first, and a word that is a token is not merged from parts."""
+_SAME = {"stablelm2": "qwen2", **dict.fromkeys(LLAMA_3, "llama-bpe")}
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "a.x-4.0", "gigachat")
 """Its names for the rule of GPT-2; the first is written."""
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
