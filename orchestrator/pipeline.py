@@ -281,9 +281,8 @@ def _save_start(
         state = {"started": _iso(folder.started or time.time()), "command": command}
     for key in ("ended", "resumed"):
         state.pop(key, None)
-    if earlier is not None:
-        state["seconds"] = earlier
-    write_json(folder.state, {**state, "tracking": address})
+    before = {} if earlier is None else {"seconds": earlier}
+    write_json(folder.state, {**state, **before, "tracking": address})
     print(f"search   {folder.root}")
     print(f"MLflow   {address}")
     print(

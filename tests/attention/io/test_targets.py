@@ -90,7 +90,7 @@ def test_one_count_in_every_layer_is_a_stock_folder_that_vllm_may_not_compute(ti
     for family, engines in (("llama", ("transformers", "vLLM")), ("qwen2", ("transformers",))):
         config = tiny_model(family).config
         assert target("per_layer").engines_of(config, padded) == engines == target("gqa").engines_of(config, padded)
-    # Target gqa has as many query heads as the most KV heads and the largest group want together
+    # Target gqa has as many query heads as the most KV heads and the largest group make
     uneven = AttentionPlan((LayerPlan.identity(4), LayerPlan((0, 0, 1, 1), (0, 0, 1, 1))), 8)
     assert target("gqa").engines_of(tiny_model("qwen2").config, uneven) == ("transformers",)
 

@@ -81,7 +81,7 @@ def test_the_speed_counts_the_steps_alone(job: TrainJob, monkeypatch: pytest.Mon
     now = itertools.count()
 
     def long_start(*_: Any) -> None:
-        for _ in range(1000):
+        for _second in range(1000):
             next(now)
 
     monkeypatch.setattr(share, "time", SimpleNamespace(perf_counter=lambda: next(now)))

@@ -64,7 +64,10 @@ AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class UnevenStaticLayer(getattr(cache_utils, "StaticLayer", object)):  # since transformers 4.54
+StaticLayer: Any = getattr(cache_utils, "StaticLayer", object)  # since transformers 4.54
+
+
+class UnevenStaticLayer(StaticLayer):
     """A static layer of a cache, whose key and value head counts may differ."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -99,9 +102,9 @@ class HeadMapsForCausalLM(LlamaForCausalLM):
         self.post_init()
 
     def _prepare_static_cache(self, *args: Any, **named: Any) -> Any:
-        static = super()._prepare_static_cache(*args, **named)
+        static = super()._prepare_static_cache(*args, **named)  # type: ignore[misc]
         for layer in static.layers:
-            if type(layer) is cache_utils.StaticLayer:
+            if type(layer) is StaticLayer:
                 layer.__class__ = UnevenStaticLayer
         return static
 
