@@ -308,8 +308,8 @@ def _head_count(point: tuple[str, float]) -> int:
 def _budget(
     requested: float, plan: AttentionPlan, curves: list[SideCurves], request: ConversionRequest
 ) -> BudgetRecord:
-    keys = [layer.key_heads for layer in plan.layers]
-    values = [layer.value_heads for layer in plan.layers]
+    keys = [layer.key_slices for layer in plan.layers]  # heads of the checkpoint's width
+    values = [layer.value_slices for layer in plan.layers]
     used = ratio_of(plan, own_heads(request.geometry))
     # The count of all heads is not in the curves: nothing increases.
     increase = sum(

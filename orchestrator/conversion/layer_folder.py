@@ -29,9 +29,10 @@ from orchestrator.storage.json_files import read_json, write_json
 
 STATE, CURVES = "state.json", "curves.json"
 OURS = re.compile(
-    r"(state|curves)\.json|((streams|below|metric)-\d{5}|result/model-\d+-of-\d+)\.safetensors|"
-    r"result|(\.(state|curves)\.json|(result/)?\.(streams|below|metric|model)-[\w-]*"
-    r"\.safetensors)\.[\d-]+\.new"
+    r"(state|curves)\.json|result|"
+    r"((streams|below|above|metric)-\d{5}|result/model-\d+-of-\d+)\.safetensors|"
+    r"(\.(state|curves)\.json|(result/)?\.(streams|below|above|metric|model)-[\w-]*\.safetensors)"
+    r"\.[\d-]+\.new"
 )
 
 
@@ -132,7 +133,8 @@ class LayerFolder:
     @property
     def is_planning(self) -> bool:
         """Whether parts of a plan exist (`orchestrator.conversion.disk_planning`)."""
-        return (self.folder / CURVES).is_file() or any(self.folder.glob("metric-*.safetensors"))
+        names = {file.name.partition("-")[0] for file in self.folder.glob("*-*.safetensors")}
+        return (self.folder / CURVES).is_file() or bool(names & {"below", "above", "metric"})
 
     @property
     def work(self) -> list[FitWork]:

@@ -192,6 +192,7 @@ class CandidateSpace:
     def locate(self, candidate: Candidate) -> Point | None:
         """Return the point of a candidate, or None if it is outside the space."""
         fields = {"kv_ratio": candidate.kv_ratio, "learning_rate": candidate.learning_rate}
+        fields["width"] = candidate.recipe.width  # which a recipe's record leaves out if it is 1
         fields |= {k: v for k, v in candidate.recipe.to_dict().items() if k != "settings"}
         fields |= dict(candidate.recipe.settings)
         point: Point = {}

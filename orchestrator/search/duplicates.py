@@ -97,3 +97,11 @@ class CopyingSearcher(ResumableSearcher):
             self.searcher.on_trial_complete(trial_id, *self._ends[first])
         else:
             self._waiting.setdefault(first, []).append(trial_id)
+
+    def reopen(self, trial_id: str) -> None:
+        """Expect further reports of a trial, and so of its copies."""
+        copies = [copy for copy, first in self._copies.items() if first == trial_id]
+        if self._ends.pop(trial_id, None) is not None and copies:
+            self._waiting[trial_id] = copies
+        for each in (trial_id, *copies):
+            self.searcher.reopen(each)

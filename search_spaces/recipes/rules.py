@@ -187,6 +187,15 @@ def _wide_counts(width: int | str, allocation: str) -> str | None:
     return None
 
 
+def _wide_increases(
+    width: int | str, allocation: str, settings: Iterable[tuple[str, Any]]
+) -> str | None:
+    measured = dict(settings).get("allocation.increases") == "measured"
+    if width != 1 and allocation in ("layerwise", "knapsack") and measured:
+        return f"loss increases of heads of width {width} are estimated, not measured"
+    return None
+
+
 def _wide_composition(width: int | str, composition: str) -> str | None:
     if width != 1 and composition != "none":
         return f"composition={composition} composes heads of the checkpoint's width, got {width}"
@@ -208,6 +217,7 @@ RULES: tuple[Rule, ...] = (
     (("relaxation", "settings"), _no_stages),
     (("width", "fusion"), _wide),
     (("width", "allocation"), _wide_counts),
+    (("width", "allocation", "settings"), _wide_increases),
     (("width", "composition"), _wide_composition),
     (("relaxation", "kv_ratio"), nothing_to_fuse),
     (("sharing", "relaxation"), _drawn_together),

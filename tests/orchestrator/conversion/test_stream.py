@@ -19,6 +19,7 @@ from verbs import convert_checkpoint, convert_layerwise
 from attention.base import progress
 from attention.families import families
 from attention.io import checkpoint
+from attention.io.layers import metrics
 from attention.io.layers.windows import LazyWeights, OutputHead, WeightsError, advance, embed, open_window
 from attention.io.safetensors_files import stored_tensors
 from orchestrator.config.schema import ConfigError
@@ -252,6 +253,27 @@ def test_a_killed_conversion_resumes_at_the_layer_it_reached(
     convert_layerwise(source, "headfold_gqa", 0.25, tmp_path / "out", **again)
     assert done == [0, 1, -1, 0, 1, 2, 3]
     assert "starting over" in output[-5]
+
+
+@pytest.mark.parametrize("step", ["advance", "_back"], ids=["up", "down"])
+def test_a_conversion_that_is_killed_in_the_sensitivity_passes_continues_there(
+    step: str, tiny_model: Tiny, demo_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: Any
+) -> None:
+    source = stored(tiny_model("llama", vocab_size=2048, num_hidden_layers=4), tmp_path / "source", demo_tokenizer)
+    run: dict[str, Any] = {"recipe_settings": {**QUICK, "allocation.tokens": 480}, **SMALL}
+    calls, pass_layer = [0], getattr(metrics, step)
+
+    def until_the_third(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        return pass_layer(*arguments)
+
+    monkeypatch.setattr(metrics, step, until_the_third)
+    with pytest.raises(KeyboardInterrupt, match="what the plan rests on is kept in"):
+        convert_layerwise(source, "headfold_layers", 0.5, tmp_path / "out", **run)
+    convert_layerwise(source, "headfold_layers", 0.5, tmp_path / "out", **run)
+    assert calls == [5], "two layers, the third that was killed, and it again with the fourth"
 
 
 @pytest.mark.extended

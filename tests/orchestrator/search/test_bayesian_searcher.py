@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_searcher_contract import complete, problem
 
@@ -54,6 +55,16 @@ def test_a_relaxed_trial_is_worth_what_it_was_before_its_recovery(task: SearchPr
         searcher.on_trial_result(trial, report)
         searcher.on_trial_result(trial, report | {"loss": loss, "rung": 1, "pooled": False, "collapsed_loss": relaxed})
     assert [o.values for o in searcher._window()] == [[2.4, 4096.0], [2.6, 4096.0]]
+
+
+def test_trials_of_width_one_count_where_the_width_is_searched(demo_dir: Path) -> None:
+    """A recipe's record leaves the width out then."""
+    choices = {"fusion": ["least_squares"], "width": [1, 2]}
+    space = problem(demo_dir, "optuna", search_space=choices).space
+    generator = np.random.default_rng(0)
+    points = [space.sample(generator) for _ in range(20)]
+    assert {point["width"] for point in points} == {1, 2}
+    assert all(space.locate(space.candidate(point)) == point for point in points)
 
 
 def test_a_trial_that_runs_again_after_its_machines_were_lost_counts_again(task: SearchProblem) -> None:

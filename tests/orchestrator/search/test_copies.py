@@ -139,6 +139,35 @@ class Search:
         return decision
 
 
+class Recording(ResumableSearcher):
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.calls: list[tuple[str, str]] = []
+
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
+        self.calls.append(("report", trial_id))
+
+    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+        self.calls.append(("lost" if error else "end", trial_id))
+
+    def reopen(self, trial_id: str) -> None:
+        self.calls.append(("again", trial_id))
+
+
+def test_a_lost_trial_that_runs_again_is_reported_for_its_copies_too() -> None:
+    inner = Recording()
+    searcher = CopyingSearcher(inner, {"copy": "first"})
+    searcher.on_trial_result("first", {})
+    searcher.on_trial_complete("copy", {})
+    searcher.on_trial_complete("first", error=True)
+    searcher.reopen("first")
+    searcher.on_trial_result("first", {})
+    searcher.on_trial_complete("first", {})
+    assert inner.calls == [
+        (kind, trial) for kind in ("report", "lost", "again", "report", "end") for trial in ("first", "copy")
+    ]
+
+
 def copies_in(history: History) -> dict[str, str]:
     return {name: record.copy_of for name, record in history.records.items() if record.copy_of}
 

@@ -48,6 +48,13 @@ def grid(at_half, all_paths) -> list[tuple[Recipe, float]]:
     return [at_half.to_recipe({d.name: value for d, value in path if "." not in d.field}) for path in all_paths]
 
 
+def test_measured_increases_of_wide_heads_are_refused_before_anything_is_measured() -> None:
+    measured = {"width": 2, "fusion": "least_squares", "allocation.increases": "measured"}
+    with pytest.raises(ValueError, match="heads of width 2 are estimated, not measured"):
+        recipe("headfold_layers", **measured)
+    assert recipe("headfold_layers", **measured | {"allocation.increases": "estimated"}).width == 2
+
+
 def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
     rng = np.random.default_rng(0)
     seen: dict[str, set] = {}
