@@ -76,6 +76,8 @@ class HeadGeometry:
         decoder_layers: Indices of the decoder layers that `num_layers` counts, where others are
             converted with no plan: their attention is the stock one. None if all are counted.
         other_layers: KV heads and head dim of each of the others that has a cache.
+        head_norms: Norms of queries and keys have weights of each head's own.
+        window: Tokens that a sliding window keeps in view in some layers; 0 if no layer has one.
     """
 
     family: str
@@ -99,6 +101,8 @@ class HeadGeometry:
     value_norm: bool = False
     decoder_layers: tuple[int, ...] | None = None
     other_layers: tuple[tuple[int, int], ...] = ()
+    head_norms: bool = False
+    window: int = 0
 
     @property
     def keeps_signs(self) -> bool:

@@ -162,7 +162,12 @@ def geometry_of(config: Any) -> HeadGeometry:
         raise ValueError(
             f"the config of this {family.name} cannot be used: {reason(error)}"
         ) from None
-    return geometry if family.pads_queries else replace(geometry, pads_queries=False)
+    return replace(
+        geometry,
+        pads_queries=family.pads_queries,
+        head_norms=geometry.qk_norm and family.key_norm is not None,
+        window=window_of(config),
+    )
 
 
 def window_of(config: Any) -> int:

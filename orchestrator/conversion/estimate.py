@@ -168,6 +168,9 @@ class RunEstimate:
             total = reduce(Estimate.larger, estimates)
         else:
             total = sum(estimates, Estimate())
+            if not self.layerwise:
+                again = sum(point.common_seconds for point in self.points[1:])
+                total = replace(total, seconds=total.seconds - again)
         if self.folder is None:
             return Estimate(total.memory, seconds=total.seconds)
         return total

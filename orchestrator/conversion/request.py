@@ -42,7 +42,7 @@ from search_spaces.planning.budgets import BelowLeast, check_budget, nearest_bud
 from search_spaces.recipes import choice
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.recipes.rules import keeps_everything
+from search_spaces.recipes.rules import keeps_everything, refused_by_family
 from trainers.text.data import CALIBRATION_TOKENS, LoadedTexts, Texts, default_length
 
 Number = TypeVar("Number", int, float)
@@ -286,6 +286,8 @@ class ConversionRequest:
         checkpoints.check_own_cache(checkpoint, "model")
         if recipe.sharing == recipe.composition == "none":
             checkpoints.check_several_heads(checkpoint)
+        if reasons := refused_by_family(recipe.to_dict(), checkpoint.geometry):
+            raise ConfigError(f"recipe: {recipe.name}: {'; '.join(reasons)}")
         dtype = checkpoints.written_dtype(checkpoint, options.dtype)
         for ratio in kv_ratios:
             _check_ratio(checkpoint, recipe, ratio, dtype, options)

@@ -24,7 +24,7 @@ from orchestrator.resources.memory import (
 )
 from orchestrator.resources.processes import search_phase_bytes
 from orchestrator.resources.size import READ, READING, SPARE, Conversion, Size
-from orchestrator.resources.time import START_SECONDS, matmul_rate, operations
+from orchestrator.resources.time import START_SECONDS, common_operations, matmul_rate, operations
 from orchestrator.storage.records import unmet
 
 
@@ -132,6 +132,7 @@ class ConversionEstimate:
         seconds: Of the way layer by layer, at that rate.
         shared_flops: Of what is done once for all KV ratios, in memory alone: the short fits that
             recipes are compared by, DHA's search phase.
+        common_seconds: Of `seconds`, those that further KV ratios in memory share with the first.
         ceiling: The ratio that is used instead of one that cannot be met, in words.
         on_gpu: Whether `available` is the memory of a GPU.
         host: With a GPU, peak memory of its machine: the statistics of all layers are there.
@@ -158,6 +159,7 @@ class ConversionEstimate:
     rate: float
     seconds: float
     shared_flops: float = 0.0
+    common_seconds: float = 0.0
     ceiling: str = ""
     on_gpu: bool = False
     host: int = 0
@@ -235,6 +237,7 @@ class ConversionEstimate:
             flops=flops,
             rate=rate,
             seconds=START_SECONDS + flops / rate,
+            common_seconds=START_SECONDS + common_operations(conversion, size, tokens) / rate,
             ceiling=ceiling,
             on_gpu=machine.on_gpu,
             host=base + READ + all_statistics(in_memory) if machine.on_gpu else 0,

@@ -7,6 +7,7 @@ per sequence, B sequences per batch.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -32,9 +33,12 @@ from attention.io.precision import DTYPES
 from orchestrator.resources.accelerators import training_operations
 from orchestrator.resources.size import Conversion, Size, lifted_weights
 from search_spaces.allocation.knapsack import considered
+from search_spaces.grouping.exact import AFFORDABLE
 from search_spaces.grouping.merge_anneal import PRICES
 from search_spaces.grouping.subsets import EXACT_HEADS
+from search_spaces.partitions import largest_group
 from search_spaces.planning.budgets import problem_of
+from search_spaces.planning.rank_counts import layer_counts
 from trainers.jobs.utilization import TokenWork
 from trainers.losses import objective
 from trainers.recomputation import recompute
@@ -46,6 +50,7 @@ PRICE, FUSED = 30.0, 100.0
 """Operations, at the speed of a matrix product, of pricing and of fusing a group for each cubed row
 of its Gram matrix: eigenvalues take longer than products.
 """
+MULTIPLY_ADDS = 10.0  # of pricing, as `exact` counts them against what it can afford
 WIDE = 1024  # rows of all value heads above which grouping goes by estimates
 SEARCHED = 500.0  # operations of a search by estimates, for each squared head and cubed head dim
 DOUBLE = 2.0  # a product in float64 against one in float32
@@ -75,12 +80,8 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
     Forward passes, statistics, grouping, fusion, refinement, held-out logits.
     """
     g, c = conversion.geometry, conversion
-    forward = 2.0 * size.active + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
-    passes = 2 * forward * tokens
-    if c.planned_on:
-        passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(
-            c, size, forward
-        )
+    forward = forward_operations(c, size)
+    passes = forward * tokens
     features = c.features
     if c.recipe.objective == "least_squares":
         passes += grouping_operations(c)
@@ -96,7 +97,28 @@ def operations(conversion: Conversion, size: Size, tokens: int) -> float:
         passes += steps * step_operations(c, size, knobs["step_tokens"])
     predicted = LOGITS * c.eval_tokens + DRAWN * c.planned_on
     work = g.num_layers * passes + 2.0 * predicted * size.embedding
-    return work + statistics_operations(c, size) + polish_operations(c, size, forward)
+    return work + common_operations(c, size, tokens) + polish_operations(c, size, forward)
+
+
+def forward_operations(conversion: Conversion, size: Size) -> float:
+    """Return the operations of a token through one layer."""
+    g = conversion.geometry
+    return 2.0 * size.active + 2 * 2 * g.num_heads * g.head_dim * conversion.sequence_length
+
+
+def common_operations(conversion: Conversion, size: Size, tokens: int) -> float:
+    """Return what `operations` counts and conversions to several KV ratios share.
+
+    The calibration, the loss increases of the layers, the original's pass.
+    """
+    g, c = conversion.geometry, conversion
+    forward = forward_operations(c, size)
+    passes = forward * tokens
+    if c.planned_on:
+        passes += c.planned_on * (4 * forward + 2.0 * g.hidden_size**2) + planning_operations(
+            c, size, forward
+        )
+    return g.num_layers * passes + statistics_operations(c, size)
 
 
 def statistics_operations(conversion: Conversion, size: Size) -> float:
@@ -104,7 +126,7 @@ def statistics_operations(conversion: Conversion, size: Size) -> float:
     g, c = conversion.geometry, conversion
     if "statistics" not in c.recipe.needs:
         return 0.0
-    forward = 2.0 * size.active + 2 * 2 * g.num_heads * g.head_dim * c.sequence_length
+    forward = forward_operations(c, size)
     blocks = -(-c.sequence_length // BLOCK)  # of queries, each with the keys up to its end
     mixing = 2.0 * g.num_heads * (g.hidden_size + 1) * c.sequence_length * (blocks + 1)
     mixing /= 2 * blocks
@@ -153,24 +175,28 @@ def grouping_operations(conversion: Conversion) -> float:
     width = g.hidden_size
     rows = units * dim
     keys = 2.0 * (g.num_heads * dim + rows) * width**2
+    pooled = 2.0 * rows * width * (width / 2 + rows)
+    leading = 2.0 * g.num_heads * LEADING * width * (width / 2 + LEADING) + 12.0 * rows**2 * LEADING
+    estimated = pooled + leading + SEARCHED * units**2 * dim**3
     if rows > WIDE and units > EXACT_HEADS:  # by estimates of the cost
-        pooled = 2.0 * rows * width * (width / 2 + rows)
-        leading = (
-            2.0 * g.num_heads * LEADING * width * (width / 2 + LEADING) + 12.0 * rows**2 * LEADING
-        )
-        return keys + pooled + leading + SEARCHED * units**2 * dim**3
+        return keys + estimated
     prepared = 2.0 * g.num_heads * rows * width * (width / 2 + rows)
     if units > EXACT_HEADS:
         return keys + prepared + PRICES * PRICE * (4 * dim) ** 3
-    equal = conversion.recipe.together
-    sizes = (
-        [min(units, max(1, round(conversion.width / conversion.kv_ratio)))]
-        if equal
-        else range(2, units)
-    )
-    return (
-        keys + prepared + PRICE * sum(math.comb(units, size) * (size * dim) ** 3 for size in sizes)
-    )
+    priced: set[int] = set()
+    searched = 0.0
+    equal = conversion.recipe.equal_groups
+    for count in layer_counts(conversion.recipe, conversion.kv_ratio, g):
+        groups = min(units, count * conversion.width)
+        largest = largest_group(units, groups, equal)
+        sizes = [largest] if equal and units % groups == 0 else range(2, largest + 1)
+        effort = MULTIPLY_ADDS * sum(math.comb(units, s) * (s * dim) ** 3 for s in sizes)
+        if effort <= AFFORDABLE:
+            priced |= {*sizes}
+        else:
+            searched = estimated if rows > WIDE else PRICES * PRICE * (4 * dim) ** 3
+    prices = PRICE * sum(math.comb(units, size) * (size * dim) ** 3 for size in priced)
+    return keys + prepared + prices + searched
 
 
 def fusing_operations(conversion: Conversion, groups: float) -> float:
@@ -256,7 +282,12 @@ def planning_seconds(
         seeds: Of the candidates, each of which may lead to another plan.
     """
     rate = rate or matmul_rate(conversions[0].working)
-    different = list({(each.recipe, each.kv_ratio): each for each in conversions}.values())
+    different = list(
+        {
+            json.dumps([each.recipe.conversion_choices, each.kv_ratio]): each
+            for each in conversions
+        }.values()
+    )
     calibrated = [statistics_operations(conversion, size) for conversion in different]
     work = sum(operations(conversion, size, 0) for conversion in different) - sum(calibrated)
     return (work * (seeds + drawn / len(different)) + max(calibrated)) / rate

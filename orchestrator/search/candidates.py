@@ -25,7 +25,7 @@ from search_spaces.recipes.catalogue import RECIPES, Recipe
 from search_spaces.recipes.catalogue import recipe as named_recipe
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import RECIPE_FIELDS
-from search_spaces.recipes.rules import keeps_everything
+from search_spaces.recipes.rules import keeps_everything, refused_by_family
 from search_spaces.recovery.tuning import AS_CONFIGURED
 from search_spaces.site import FUSION_DISTANCES
 from search_spaces.space.joint_space import Domain, JointSpace
@@ -241,6 +241,8 @@ def named_candidates(
     ]
     for recipe, _, _ in arms:
         _check_engine(recipe, engine)
+        if reasons := refused_by_family(recipe.to_dict(), geometry):
+            raise ConfigError(f"search.recipes: {recipe.name}: {'; '.join(reasons)}")
     arms.sort(key=lambda arm: arm[0].name != config.search.baseline)
     limited = geometry if engine is None else engine.limited(geometry)
     every = list(dict.fromkeys([*of_search, *(ratio for _, ratios, _ in arms for ratio in ratios)]))

@@ -48,7 +48,7 @@ from orchestrator.storage.records import OriginalRecord
 from search_spaces.planning.by_layer import measure_curves
 from search_spaces.planning.curves import DECIDES
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.site import SIDES
+from search_spaces.site import FUSION_DISTANCES, SIDES
 from trainers.evaluation import evaluate
 from trainers.settings import threads_of
 from trainers.text.data import SPLITS, read_sequences
@@ -340,6 +340,8 @@ def curve_tasks(candidates: Iterable[Candidate], layers: int) -> list[CurveTask]
     for candidate in candidates:
         recipe = candidate.recipe
         if candidate.plan is not None or not recipe.measures_increases:
+            continue
+        if FUSION_DISTANCES in recipe.needs:  # which are of the trial's search phase
             continue
         # Plans that no refinement fits are measured without a fit
         axes = (*DECIDES, "allocation", "refinement")

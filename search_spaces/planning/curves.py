@@ -25,8 +25,9 @@ from attention.io.file_lock import file_lock
 from attention.io.files import write_whole
 from search_spaces.partitions import Partition
 from search_spaces.planning.context import PlanningContext
+from search_spaces.planning.prices import digest_of
 from search_spaces.recipes.recipe import Recipe
-from search_spaces.site import SIDES
+from search_spaces.site import FUSION_DISTANCES, SIDES
 
 # Axes that what is measured depends on.
 DECIDES = ("grouping", "objective", "similarity", "alignment", "fusion")
@@ -217,6 +218,9 @@ def curve_name(
         "knobs": {**knobs, "step_tokens": STEP_TOKENS, "fit_rate": FIT_RATE, **_windowed(context)},
         "seed": seed_of,
     }
+    if FUSION_DISTANCES in recipe.needs and context.fusion_distances is not None:
+        distances = context.fusion_distances
+        record["fusion distances"] = {side: digest_of(distances[side]) for side in distances}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
 
 

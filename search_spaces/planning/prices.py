@@ -69,14 +69,15 @@ def prices_of_site(
         "objective": [objective, dict(knobs)],
         "site": [site.layer, site.by, site.units, *([site.width] if site.width > 1 else [])],
         "calibration": digest,
-        "similarity": _digest(site.similarity),
-        "fusion distance": _digest(site.fusion_distance),
+        "similarity": digest_of(site.similarity),
+        "fusion distance": digest_of(site.fusion_distance),
     }
     name = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:24]
     return StoredPrices(Path(folder) / f"prices-{name}.safetensors")
 
 
-def _digest(matrix: np.ndarray | None) -> str | None:
+def digest_of(matrix: np.ndarray | None) -> str | None:
+    """Return a digest of the numbers of a matrix; None without one."""
     return (
         None
         if matrix is None

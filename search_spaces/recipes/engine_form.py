@@ -167,7 +167,8 @@ class EngineForm:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a search among recipes is to keep to."""
-        return {} if self.own_unequal else {EQUAL_SIZES_FIELD: True}
+        # Unequal groups would let a layer have counts that several GPUs cannot divide
+        return {} if self.own_unequal and self.ranks == 1 else {EQUAL_SIZES_FIELD: True}
 
 
 def _even_groups(stored: int, count: int) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from attention.geometry import HeadGeometry
 from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
 
 Rule = tuple[tuple[str, ...], Callable[..., str | None]]
@@ -29,6 +30,25 @@ def broken_rules(record: Mapping[str, Any]) -> list[str]:
         if all(n in record for n in names)
     )
     return [reason for reason in reasons if reason]
+
+
+def refused_by_family(record: Mapping[str, Any], geometry: HeadGeometry) -> list[str]:
+    """Reasons why a checkpoint's family has no form for the choices of `record`, not all of them.
+
+    Empty if it has.
+    """
+    reasons = []
+    if record.get("objective") == "layer" and geometry.head_norms:
+        reasons.append(
+            f"objective=layer has no form for {geometry.family}, whose norm of queries and keys "
+            "has weights of each head's own; use another objective, such as least_squares or model"
+        )
+    if record.get("composition", "none") != "none" and geometry.window:
+        reasons.append(
+            f"composition={record['composition']} has no form for layers with a sliding window, "
+            f"as this {geometry.family} has"
+        )
+    return reasons
 
 
 def used(axis: str, chosen: Mapping[str, Any]) -> bool:

@@ -25,7 +25,12 @@ from search_spaces.planning.widths import MOST_DIMS, most_width
 from search_spaces.recipes.catalogue import AXES, BY, RECIPES, Recipe, RecipeError
 from search_spaces.recipes.engine_form import EngineForm
 from search_spaces.recipes.recipe import WIDEST
-from search_spaces.recipes.rules import broken_rules, keeps_everything, makes_equal_groups
+from search_spaces.recipes.rules import (
+    broken_rules,
+    keeps_everything,
+    makes_equal_groups,
+    refused_by_family,
+)
 from search_spaces.site import FUSION_DISTANCES
 from search_spaces.space.domains import FIELD_ORDER, Domain, SpacePoint, by_field
 
@@ -232,6 +237,8 @@ class JointSpace:
     def _broken(self, full: SpacePoint) -> list[str]:
         """Why these choices cannot be; empty if they can."""
         reasons = broken_rules(full) + _twice_the_same(full) + _too_dear(full)
+        if self.geometry is not None:
+            reasons += refused_by_family(full, self.geometry)
         if self.engine is not None:
             equal = "grouping" in full and makes_equal_groups(full["grouping"], self.settings)
             reasons += self.engine.refusals(full, equal_groups=equal)

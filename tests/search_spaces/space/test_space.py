@@ -55,6 +55,20 @@ def test_measured_increases_of_wide_heads_are_refused_before_anything_is_measure
     assert recipe("headfold_layers", **measured | {"allocation.increases": "estimated"}).width == 2
 
 
+def test_what_a_family_has_no_form_for_is_not_drawn(geometry) -> None:
+    plain = {"kv_ratios": [0.5], "geometry": geometry}
+    walks = {"grouping": ["walk_symmetric"], "objective": ["layer", "least_squares"]}
+    rng = np.random.default_rng(0)
+    for changes, name, choices, left in (
+        ({"head_norms": True}, "objective", walks, {"least_squares"}),
+        ({"window": 8}, "composition", {"composition": ["none", "dcmha"]}, {"none"}),
+    ):
+        every = JointSpace(**plain, choices=choices)
+        some = JointSpace(**plain | {"geometry": replace(geometry, **changes)}, choices=choices)
+        drawn = [{getattr(space.to_recipe(space.sample(rng))[0], name) for _ in range(30)} for space in (every, some)]
+        assert drawn[0] == set(choices[name]) and drawn[1] == left
+
+
 def test_every_sampled_point_is_a_valid_recipe(space, geometry) -> None:
     rng = np.random.default_rng(0)
     seen: dict[str, set] = {}
