@@ -11,6 +11,7 @@ data is of Liu et al. 2023, LLM-QAT, arXiv:2305.17888.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -56,8 +57,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each document")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
-    with arguments.out.open("w", encoding="utf-8") as file:
-        for document in documents(arguments.model, arguments.documents, arguments.tokens, arguments.seed):
+    if arguments.out.exists():
+        parser.error(f"{arguments.out} exists; give another --out")
+    sampled = documents(arguments.model, arguments.documents, arguments.tokens, arguments.seed)
+    first = next(sampled, None)  # a model that is not there leaves no file
+    with arguments.out.open("x", encoding="utf-8") as file:
+        for document in itertools.chain([] if first is None else [first], sampled):
             file.write(json.dumps({"text": document}) + "\n")
     print(f"sampled text in {arguments.out}")
 

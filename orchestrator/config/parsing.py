@@ -57,6 +57,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML 1.1 takes 1e-4 for text; JSON, Python and YAML 1.2 for a number
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), "-+0123456789"
+)
+
+
 def read_yaml(text: str) -> Any:
     """Return the value of a YAML text, plain values only.
 

@@ -408,9 +408,17 @@ def _link_export(folder: SearchFolder, state: PromotionState) -> None:
     best = min(plain, key=lambda entry: (entry.kv_bytes_per_token or 0, entry.kv_ratio, entry.loss))
     state.exported = best.exported
     for link in (folder.root / "exported", folder.storage / "exported"):
+        if os.path.lexists(link) and not _is_ours(link, folder.storage):
+            continue
         # A file system without links: the path is in promotion.json all the same
         with contextlib.suppress(OSError):
             fresh = link.with_name(f".exported.{os.getpid()}")
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(os.path.relpath(str(best.exported), link.parent))
             fresh.replace(link)
+
+
+def _is_ours(link: Path, storage: Path) -> bool:
+    """Whether a promotion of this storage has made a link: no file or folder of the user's."""
+    target = Path(os.path.normpath(link.parent / link.readlink())) if link.is_symlink() else None
+    return target is not None and storage in target.parents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from orchestrator.cluster.tokenising import tokeniser
 from orchestrator.config.schema import SearchConfig
 from trainers.packing import check_packing
 from trainers.text.corpora import DataError, resolve
-from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, token_set
+from trainers.text.data import SMALL_TEXT, SPLITS, Split, TextCut, other_sources, token_set
 from trainers.text.token_sets import is_complete
 from trainers.text.unseen import UnseenCut
 
@@ -55,13 +55,14 @@ class SearchTexts:
         }
         if (fresh := config.promotion.data) is not None:
             texts[_PROMOTION] = "train", config.promotion_source, fresh.tokens
+        learned = [source for split, source, _ in texts.values() if split != "eval"]
         for name, (split, source, tokens) in texts.items():
             with _named(name, source):
-                cuts[name] = _cut(config, source, split, tokens)
+                cuts[name] = _cut(config, source, split, tokens, learned)
                 cuts[name].check()
         source, tokens = config.data.section(TEST)
         with _named(TEST, source):
-            text = _cut(config, source, "eval", tokens)
+            text = _cut(config, source, "eval", tokens, learned)
             if config.data.test is not None:
                 text.check()
         every: dict[str, TextCut | UnseenCut] = {**cuts, TEST: UnseenCut(text, cuts["eval"])}
@@ -124,8 +125,13 @@ class SearchTexts:
             )
 
 
-def _cut(config: SearchConfig, source: str, split: Split, tokens: int) -> TextCut:
-    """Return a split of a source, divided as the verbs divide it that measure a searched model."""
+def _cut(
+    config: SearchConfig, source: str, split: Split, tokens: int, learned: Sequence[str]
+) -> TextCut:
+    """Return a split of a source, divided as the verbs divide it that measure a searched model.
+
+    What is measured on has no document of another source that is `learned` from.
+    """
     data = config.data
     corpus = resolve(source)
     return TextCut(
@@ -136,6 +142,7 @@ def _cut(config: SearchConfig, source: str, split: Split, tokens: int) -> TextCu
         config.search.seed,
         data.text_field,
         "by_size" if corpus.divisible and corpus.is_small else "twentieth",
+        other_sources(corpus, learned) if split == "eval" else (),
     )
 
 

@@ -51,6 +51,11 @@ class Estimation(Task[EstimateOptions, Mapping[str, Any]]):
         config, changes = options.config, list(options.search or ())
         if config is None and changes and "=" not in changes[0]:
             config = Path(changes.pop(0))
+        if config is None and changes:
+            raise ConfigError(
+                f"estimate: got {changes[0]!r}, which changes a configuration, and none was named; "
+                f"for a setting of a conversion write --set {changes[0]}"
+            )
         if config is None:
             return None
         of_conversion = (

@@ -509,6 +509,7 @@ def _refuse_with_engine(options: EvaluateOptions, rehearsal: bool) -> None:
         ("--dry-run", rehearsal or None),
         ("--dequantize", options.dequantize or None),
         ("--cache-format", options.cache_format),
+        ("--device", None if options.device == "auto" else options.device),
     ]
     if options.cache_types is None:  # which measure losses too
         others = [

@@ -54,6 +54,11 @@ def test_a_model_samples_the_text_that_it_is_calibrated_on(tmp_path: Path) -> No
     for name in ("one.jsonl", "two.jsonl"):
         done = _run(str(EXAMPLES / "sample_text.py"), str(DEMO), "--out", name, *sizes, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+    for model in (str(DEMO), "no-model"):  # nothing is replaced, and nothing left of what fails
+        for name in ("one.jsonl", "new.jsonl")[: 1 + (model != str(DEMO))]:
+            failed = _run(str(EXAMPLES / "sample_text.py"), model, "--out", name, *sizes, cwd=tmp_path)
+            assert failed.returncode
+    assert not (tmp_path / "new.jsonl").exists()
     texts = list(resolve(str(tmp_path / "one.jsonl")).documents("all", "text", None))
     assert len(set(texts)) == 3 and texts == list(resolve(str(tmp_path / "two.jsonl")).documents("all", "text", None))
     tokenizer = AutoTokenizer.from_pretrained(DEMO)

@@ -19,6 +19,7 @@ chat template.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -174,6 +175,11 @@ class Corpus:
     def divisible(self) -> bool:
         """Whether the side of a document depends on how the source is divided."""
         return self.kind in ("files", "hub") and not self.wholly_held_out
+
+    @property
+    def is_plain_text(self) -> bool:
+        """Whether it is of text files, which are documents or have paragraphs that are."""
+        return self.kind == "files" and BUILDERS[self.files[0].suffix] == "text"
 
     @property
     def is_small(self) -> bool:
@@ -536,12 +542,22 @@ def _text(row: Mapping[str, Any], text_field: str, corpus: Corpus) -> str:
     value = row[name]
     if isinstance(value, str):
         return value
+    if isinstance(value, list):  # of a JSON array, where records have different keys
+        value = [_message(each) for each in value]
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         return Conversation.of(value, f"{corpus.source}: field {name!r}") if value else ""
     raise DataError(
         f"{corpus.source}: field {name!r} must be text, or a list of messages, got "
         f"{type(value).__name__}"
     )
+
+
+def _message(value: Any) -> Any:
+    """Return a message that `datasets` gives as JSON; anything else as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def _check_json(corpus: Corpus) -> None:

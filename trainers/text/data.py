@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -92,7 +93,9 @@ class TextCut:
 
     Attributes:
         division: How the source is divided into the two sides.
-        apart_from: Another source, whose documents are left out of `eval`.
+        apart_from: Other sources, whose documents are left out of `eval`; of plain text files
+            those too all of whose paragraphs are there, since few files are divided into paragraphs
+            and many are not.
         at_most: Where there is less text, all that there is.
     """
 
@@ -103,7 +106,7 @@ class TextCut:
     seed: int = 0
     text_field: str = "text"
     division: Division = "twentieth"
-    apart_from: str | None = None
+    apart_from: tuple[str, ...] = ()
     at_most: bool = False
 
     def __post_init__(self) -> None:
@@ -161,11 +164,11 @@ class TextCut:
         record["seed"] = None if self.split == "eval" else self.seed
         record["spread"] = CALIBRATION_SPREAD if self.split == "calibration" else None
         # Values that have always been the default are left out, so that token sets keep their names
-        for name, plain in (("division", "twentieth"), ("apart_from", None), ("at_most", False)):
+        for name, plain in (("division", "twentieth"), ("apart_from", ()), ("at_most", False)):
             if record[name] == plain:
                 del record[name]
-        if self.apart_from is not None:
-            record["apart_from"] = resolve(self.apart_from).fingerprint
+        if self.apart_from:
+            record["apart_from"] = [resolve(source).fingerprint for source in self.apart_from]
         if first := beginning(tokenizer):
             record["beginning"] = first
         return record | {
@@ -189,12 +192,15 @@ class TextCut:
         texts = self.corpus.documents(
             side, self.text_field, None if self.split == "eval" else seed, **options
         )
-        if self.apart_from is None:
+        if not self.apart_from:
             yield from texts
             return
         other_texts = self._excluded_digests()
+        plain = self.corpus.is_plain_text
         for text in texts:
-            if document_digest(text) not in other_texts:
+            there = document_digest(text) in other_texts
+            there = there or (plain and other_texts.issuperset(_paragraph_digests(text)))
+            if not there:
                 yield text
             elif left_out is not None:
                 left_out.append(text)
@@ -202,19 +208,21 @@ class TextCut:
     def _excluded_digests(self) -> set[bytes]:
         """Return digests of the documents of `apart_from`.
 
-        They are those of its first `_COMPARED` characters in the order in which a calibration reads
-        them.
+        They are those of the first `_COMPARED` characters of each in the order in which a
+        calibration reads them.
         """
         digests: set[bytes] = set()
-        characters = 0
-        other = resolve(self.apart_from or self.source)
-        for text in other.documents(
-            "train", self.text_field, self.seed + CALIBRATION_SEED, "whole", mixed=True
-        ):
-            digests.add(document_digest(text))
-            characters += len(text)
-            if characters >= _COMPARED:
-                break
+        for other in map(resolve, self.apart_from):
+            characters = 0
+            for text in other.documents(
+                "train", self.text_field, self.seed + CALIBRATION_SEED, "whole", mixed=True
+            ):
+                digests.add(document_digest(text))
+                if other.is_plain_text and self.corpus.is_plain_text:
+                    digests.update(_paragraph_digests(text))
+                characters += len(text)
+                if characters >= _COMPARED:
+                    break
         return digests
 
     def in_memory(self, tokenizer: Any) -> np.ndarray:
@@ -293,7 +301,8 @@ class TextCut:
         fewer = f"ask for at most {there * length} tokens or give" if there else "give"
         apart = ""
         if left_out:
-            apart = f" ({left_out} documents also stand in {self.apart_from} and are left out)"
+            others = " and ".join(self.apart_from)
+            apart = f" ({left_out} documents also stand in {others} and are left out)"
         elif self.split == "eval" and not self.corpus.wholly_held_out:
             share = (
                 "a part of the documents"
@@ -309,6 +318,28 @@ class TextCut:
             f"({requested * length}), found "
             f"{there} ({tokens} tokens in {documents} documents); {fewer} more text{apart}"
         )
+
+
+def other_sources(corpus: Corpus, learned_from: Iterable[str]) -> tuple[str, ...]:
+    """Return what a text to measure on may have documents of, `TextCut.apart_from`.
+
+    Args:
+        corpus: Which is measured on.
+        learned_from: Sources that are trained on or calibrated with.
+    """
+    if corpus.kind not in ("files", "hub"):
+        return ()
+    others = {
+        source: resolve(source)
+        for source in learned_from
+        if resolve(source).text_of != corpus.text_of
+    }
+    return tuple(source for source, other in others.items() if other.kind != "synthetic")
+
+
+def _paragraph_digests(text: str) -> set[bytes]:
+    paragraphs = re.split(r"\n(?:[^\S\n]*\n)+", text)
+    return {document_digest(part.strip()) for part in paragraphs if part.strip()}
 
 
 @dataclass(frozen=True)
@@ -422,14 +453,9 @@ class Texts:
         """
         source = self.eval_source if split == "eval" else self.source
         corpus = resolve(source)
-        apart = None
-        if (
-            split == "eval"
-            and not self.one
-            and corpus.kind in ("files", "hub")
-            and self.data is not None
-        ):
-            apart = None if resolve(self.data).kind == "synthetic" else self.data
+        apart = ()
+        if split == "eval" and self.data is not None:
+            apart = other_sources(corpus, [self.data])
         return TextCut(
             source,
             split,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.config.parsing import read_yaml
 from orchestrator.config.schema import ConfigError, parse_config, read_search_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -161,3 +162,10 @@ def test_the_shipped_configurations_are_valid(file: Path) -> None:
 def test_the_baseline_always_runs() -> None:
     assert [a.name for a in parse_config(with_value("search.recipes", ["headfold"])).arms] == ["gqa", "headfold"]
     assert [a.name for a in parse_config(with_value("search.baseline", "mqa")).arms] == ["mqa", "gqa", "headfold"]
+
+
+@pytest.mark.parametrize("number", ["1e-4", "-2E3", "1.5e+2", "3.e1"])
+def test_a_number_with_an_exponent_is_one_with_and_without_a_point(number: str) -> None:
+    """YAML 1.1 takes those without point or sign for text."""
+    assert read_yaml(f"x: {number}") == {"x": float(number)}
+    assert read_yaml("x: 1e4x") == {"x": "1e4x"} and read_yaml("x: 12") == {"x": 12}

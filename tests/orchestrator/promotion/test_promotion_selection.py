@@ -183,6 +183,17 @@ def test_the_link_leads_to_the_smallest_cache_in_bytes(folder: SearchFolder) -> 
         folder.trial(name).mkdir(parents=True)
         gate = GateRecord({}, {}, {}, str(folder.trial(name)), True, None, size)
         state.candidates[name] = PromotionEntry(name, "headfold", kv_ratio, 8, status=PROMOTED, gate=gate)
+    theirs = folder.storage / "exported"
+    theirs.write_text("mine")
     promote._link_export(folder, state)
+    assert theirs.read_text() == "mine", "a file of the user's stays"
+    theirs.unlink()
+    theirs.symlink_to(folder.storage.parent)
+    promote._link_export(folder, state)
+    assert theirs.resolve() == folder.storage.parent.resolve(), "and a link to another place"
+    theirs.unlink()
+    promote._link_export(folder, state)
+    promote._link_export(folder, state)
+    assert theirs.resolve() == folder.trial("narrow").resolve()
     assert state.exported == str(folder.trial("narrow"))
     assert (folder.root / "exported").resolve() == folder.trial("narrow").resolve()

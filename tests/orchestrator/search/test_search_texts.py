@@ -43,6 +43,23 @@ def test_a_small_file_is_divided_as_the_verbs_divide_it(tmp_path: Path) -> None:
     assert texts.divisions == dict.fromkeys(("train", "eval", "calibration"), "by_size")
 
 
+def test_a_text_to_measure_on_has_no_document_that_is_learned_from(tmp_path: Path) -> None:
+    """A part of a large text, as a file, holds out more of its documents than the whole does."""
+    documents = [f"document {n}: " + "a few words of text " * 200 for n in range(300)]
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    for file, texts in ((whole, documents), (part, [*documents[:30], *(f"new {text}" for text in documents[:30])])):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    changes = [f"model.path={DEMO}", f"data.source={whole}", "data.train.tokens=4096", "data.eval.tokens=2048"]
+    changes += [f"data.eval.source={part}"]
+    config = read_search_config(REPOSITORY / "configs" / "demo.yaml", changes)
+    texts = SearchTexts.check(config, Checkpoint.open(DEMO), tmp_path / "cache")
+    cut = texts.cuts["eval"]
+    assert isinstance(cut, TextCut) and cut.apart_from == (str(whole),)
+    measured = list(cut.documents())
+    assert measured and all(text.startswith("new ") for text in measured)
+    assert texts.cuts["train"].apart_from == ()  # type: ignore[union-attr]
+
+
 def test_large_files_and_what_comes_along_keep_their_token_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from attention.io import checkpoint
 from attention.io.export import export
 from attention.io.targets import EngineSupport, target
 from attention.plan import AttentionPlan
-from orchestrator.serving import llama_cpp
+from orchestrator.serving import llama_cpp, transformers
 from orchestrator.serving.check import check_export, prompts_for
 from orchestrator.serving.engine import CHILDREN, EngineFailure, Question, has_module, idle_threads, run_child
 from orchestrator.serving.engines import ENGINES, engine
@@ -150,17 +152,23 @@ def test_a_crash_in_the_middle_of_an_export_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"llama_cpp_child.py"}
 
 
-def test_transformers_runs_where_headfold_cannot_be_imported(exported: Path) -> None:
+def test_transformers_runs_where_headfold_cannot_be_imported(exported: Path, demo_dir: Path) -> None:
+    """Also where it is installed with its packages, and not from its source."""
     child = (CHILDREN / "transformers_child.py").read_text()
-    probe = child.replace("def main():", "def main():\n    import attention.plan\n\n\ndef _():")
+    probe = child.replace("    import torch\n    import transformers\n", "    import attention.plan\n")
+    packages = transformers._packages
     with pytest.MonkeyPatch.context() as patch:
         folder = exported / "children"
         folder.mkdir()
         (folder / "transformers_child.py").write_text(probe)
-        patch.setattr("orchestrator.serving.transformers.CHILDREN", folder)
+        root = Path(transformers.__file__).parents[2]
+        patch.setattr(transformers, "_packages", lambda python: f"{packages(python)}{os.pathsep}{root}")
+        patch.setattr(transformers, "CHILDREN", folder)
         question = Question(exported / "source", [[1, 2]], 2, "float32", EngineSupport.of([1], 32), 2**30)
-        with pytest.raises(EngineFailure, match="No module named 'attention'"):
+        with pytest.raises(EngineFailure, match="'attention' is not a package"):
             ENGINES["transformers"].ask(sys.executable, question)
+        patch.setattr(transformers, "CHILDREN", CHILDREN)
+        assert ENGINES["transformers"].ask(sys.executable, replace(question, folder=demo_dir))
 
 
 def test_engines_are_named_in_any_capitals_and_prompts_are_reproducible(demo_model: PreTrainedModel) -> None:

@@ -81,6 +81,30 @@ def test_another_text_to_measure_on_is_used_whole_less_what_both_have(tmp_path: 
     assert Texts(None, other).cut("eval", 100, 50).pooled(demo_tokenizer).documents == 20
 
 
+def test_files_and_their_paragraphs_are_the_same_text(tmp_path: Path) -> None:
+    """Many text files are a document each, and few are divided into paragraphs."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for n in range(25):
+        (folder / f"{n}.txt").write_text(f"{document(n, 40)}\n \n{document(100 + n, 40)}\n")
+    few = tmp_path / "few.txt"
+    few.write_text("\n\n".join([document(7, 40), document(107, 40), document(200, 40)]))
+    assert list(Texts(str(folder), str(few)).cut("eval", 64, 32).documents()) == [document(200, 40)]
+    (folder / "new.txt").write_text(document(300, 40))
+    left = list(Texts(str(few), str(folder)).cut("eval", 64, 32).documents())
+    assert len(left) == 25 and not any("document 7:" in text for text in left)
+
+
+def test_conversations_of_a_json_array_may_have_different_keys(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": None}]
+    records = [{"messages": chat}, {"messages": chat[:1]}]
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps(records))
+    texts = list(resolve(str(file)).documents("all", "text", None))
+    file.with_suffix(".jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert len(texts) == 2 and texts == list(resolve(str(file.with_suffix(".jsonl"))).documents("all", "text", None))
+
+
 def test_equal_texts_leave_nothing_to_measure_on(tmp_path: Path, demo_tokenizer: Any) -> None:
     same = [document(1)] * 3
     one, two = write(tmp_path / "one.jsonl", same), write(tmp_path / "two.jsonl", same)
