@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-LOG_SECONDS = (
-    1.0  # llama.cpp's log, which has the reason of a failure, is written by another thread
-)
+LOG_SECONDS = 1.0
+"""Least time until the end: llama.cpp's log, which has the size of the cache and the reason of a
+failure, is written by another thread.
+"""
 CACHE_TYPES = {
     "float32": "GGML_TYPE_F32",
     "float16": "GGML_TYPE_F16",
@@ -122,13 +123,18 @@ def scores(server, sequence):
 
 def main():
     """Answer the request."""
+    started = time.monotonic()
+    try:
+        respond()
+    finally:
+        time.sleep(max(0.0, started + LOG_SECONDS - time.monotonic()))
+
+
+def respond():
+    """Print the answer to the request."""
     engine: Any = importlib.import_module("xllamacpp")
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    try:
-        server = engine.Server(parameters(request, engine))
-    except RuntimeError:
-        time.sleep(LOG_SECONDS)
-        raise
+    server = engine.Server(parameters(request, engine))
     version = f"xllamacpp {engine.__version__}"
     if "sequences" in request:
         scored = [scores(server, sequence) for sequence in request["sequences"]]
