@@ -180,8 +180,8 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Check everything and print an estimate; nothing is written or started. What a hub has "
-        "is fetched into its cache.",
+        help="Check everything and print an estimate; nothing is written or started. What a hub "
+        "has is fetched into its cache.",
     ),
 ]
 

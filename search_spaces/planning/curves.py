@@ -210,7 +210,7 @@ def curve_name(
         measured_on = calibration_digest(
             context.model.config, weights, context.sequences, 0, context.model.dtype
         )
-    record = {
+    record: dict[str, Any] = {
         "axes": {axis: [getattr(recipe, axis), recipe.knobs(axis)] for axis in DECIDES},
         "by": [recipe.together, recipe.by, *([recipe.width] if recipe.width != 1 else [])],
         "calibration": None if context.calibration is None else context.calibration.digest,

@@ -37,7 +37,7 @@ def refused_by_family(record: Mapping[str, Any], geometry: HeadGeometry) -> list
 
     Empty if it has.
     """
-    reasons = []
+    reasons: list[str] = []
     if record.get("objective") == "layer" and geometry.head_norms:
         reasons.append(
             f"objective=layer has no form for {geometry.family}, whose norm of queries and keys "
