@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlparse
 
-import yaml
-
 from attention.io.files import write_whole
 from orchestrator.checkpoints import base_of
 from orchestrator.cluster.capacity import Nodes, search_concurrency, total
 from orchestrator.cluster.pool_client import pool_of_search
 from orchestrator.cluster.ray_internals import on_head
 from orchestrator.cluster.session import connected
+from orchestrator.config.parsing import dump_yaml
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion.engine_caches import measure_engine_caches
 from orchestrator.promotion.promote import promote_trials
@@ -215,7 +214,7 @@ def _new_folder(config: SearchConfig, storage: Path) -> SearchFolder:
         len(config.rungs.steps)
     )  # first: a search.yaml without it is of a former version
     write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
-    write_whole(folder.snapshot, yaml.safe_dump(_config_record(config), sort_keys=False))
+    write_whole(folder.snapshot, dump_yaml(_config_record(config)))
     return folder
 
 

@@ -12,11 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from attention.geometry import HeadGeometry
 from attention.io.targets.vllm import LLAMA_LIKE
-from orchestrator.config.parsing import ConfigError
+from orchestrator.config.parsing import ConfigError, read_yaml
 from trainers.deepspeed_config import ADAM_BYTES
 
 COMES_ALONG = ("builtin", "stdlib")
@@ -349,7 +347,7 @@ storage: {self.quoted(self.storage)}    # a folder, for a cluster one that every
     def quoted(text: str) -> str:
         """Return any text as a YAML string."""
         if re.fullmatch(r"[\w./-]+", text):
-            with contextlib.suppress(ValueError, yaml.YAMLError):
-                if yaml.safe_load(text) == text:
+            with contextlib.suppress(ValueError):
+                if read_yaml(text) == text:
                     return text
         return "'" + text.replace("'", "''") + "'"

@@ -57,10 +57,20 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back as it is."""
+
+
 # YAML 1.1 takes 1e-4 for text; JSON, Python and YAML 1.2 for a number
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), "-+0123456789"
-)
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, "-+0123456789")
+
+
+def dump_yaml(value: Any, *, one_line: bool = False) -> str:
+    """Return plain values as a YAML text that `read_yaml` reads back, in their order."""
+    style: Any = {"default_flow_style": True, "width": 1_000_000} if one_line else {}
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
 
 
 def read_yaml(text: str) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import yaml
-
+from orchestrator.config.parsing import dump_yaml
 from orchestrator.storage.records import TrialRecord
 from search_spaces.recipes.recipe import RECIPE_FIELDS
 
@@ -57,6 +56,6 @@ def _arm_of(trial: TrialRecord) -> dict[str, Any]:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value on one line. Not as JSON: YAML reads its 1e-05 as text."""
-    text = yaml.safe_dump([value], default_flow_style=True, width=1_000_000, sort_keys=False)
+    """Return a value on one line."""
+    text = dump_yaml([value], one_line=True)
     return text.strip()[1:-1]

@@ -191,10 +191,13 @@ class CandidateSpace:
 
     def locate(self, candidate: Candidate) -> Point | None:
         """Return the point of a candidate, or None if it is outside the space."""
-        fields = {"kv_ratio": candidate.kv_ratio, "learning_rate": candidate.learning_rate}
-        fields["width"] = candidate.recipe.width  # which a recipe's record leaves out if it is 1
-        fields |= {k: v for k, v in candidate.recipe.to_dict().items() if k != "settings"}
-        fields |= dict(candidate.recipe.settings)
+        fields: Mapping[str, Any] = {
+            "kv_ratio": candidate.kv_ratio,
+            "learning_rate": candidate.learning_rate,
+            "width": candidate.recipe.width,  # which a recipe's record leaves out if it is 1
+            **{k: v for k, v in candidate.recipe.to_dict().items() if k != "settings"},
+            **dict(candidate.recipe.settings),
+        }
         point: Point = {}
         while (domain := self.next(point)) is not None:
             value = fields.get(domain.field)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.config.parsing import read_yaml
+from orchestrator.config.parsing import dump_yaml, read_yaml
 from orchestrator.config.schema import ConfigError, parse_config, read_search_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -168,4 +168,5 @@ def test_the_baseline_always_runs() -> None:
 def test_a_number_with_an_exponent_is_one_with_and_without_a_point(number: str) -> None:
     """YAML 1.1 takes those without point or sign for text."""
     assert read_yaml(f"x: {number}") == {"x": float(number)}
+    assert read_yaml(dump_yaml({"x": number, "y": float(number)})) == {"x": number, "y": float(number)}
     assert read_yaml("x: 1e4x") == {"x": "1e4x"} and read_yaml("x: 12") == {"x": 12}
