@@ -62,5 +62,5 @@ def made_up_inspection(layers: int, heads: int) -> dict[str, Any]:
             for i in range(layers)
             for side in ("key", "value")
         ],
-        "cache": "/tmp/x", "seconds": {"all": 80.0},
+        "cache": "/tmp/x", "seconds": {"all": 80.0}, "options": ["--checkpoint", "model"],
     }  # fmt: skip
