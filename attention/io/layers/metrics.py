@@ -89,7 +89,7 @@ def write_metrics(
         gradients = load_file(_above(folder, left[-1]))["gradients"]
     else:
         left = list(range(layers))  # former versions did not write gradients
-        stream = _climb(weights, config, sequences, dtype, device, folder, progress)
+        stream = _forward(weights, config, sequences, dtype, device, folder, progress)
         gradients = _gradients(OutputHead(weights, config, dtype, device), stream)
         write_shard(_above(folder, layers - 1), {"gradients": gradients})
     for layer in reversed(left):
@@ -104,7 +104,7 @@ def write_metrics(
         progress(2 * layers - layer, 2 * layers)
 
 
-def _climb(
+def _forward(
     weights: LazyWeights,
     config: PretrainedConfig,
     sequences: Tensor,
