@@ -133,7 +133,7 @@ lint: $(TOOLS) ## style, types and the import rule between the packages
 	@echo "lint: pyright"
 	@$(TYPES)
 
-bench: $(STAMP) ## measure speed against rivals (some minutes); the table goes on top of benchmarks/LOG.md
+bench: $(STAMP) ## run all benchmarks (more than 20 minutes); the table goes on top of benchmarks/LOG.md
 	@$(BIN)/python -m benchmarks --log
 
 # DEVICE=cpu or fgpu: every part in its smallest size, to see that it runs. MINUTES: end after so many, to be called again.

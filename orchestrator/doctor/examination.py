@@ -57,6 +57,7 @@ from trainers.settings import Shape, TrainSettings
 from trainers.text.corpora import resolve
 
 _PINGS = 5
+_PING_SECONDS = 10.0
 _HEAD_DIM = 128
 _LENGTH = {"cuda": 2048, "cpu": 256}
 """Tokens of the sequence on which attention is tried, by device."""
@@ -240,11 +241,14 @@ class Examination:
         actors = [
             (node, clock.options(scheduling_strategy=node.strategy).remote()) for node in self.nodes
         ]
-        deadline = time.monotonic() + self.seconds
+        # All start at the same time, so that one that hangs leaves no other without time
+        first = [actor.now.remote() for _, actor in actors]
+        ray.wait(first, num_returns=len(first), timeout=self.seconds)
         findings = []
-        for node, actor in actors:
+        for (node, actor), answer in zip(actors, first, strict=True):
             try:
-                offsets[node.name] = _offset(actor, deadline)
+                ray.get(answer, timeout=0)
+                offsets[node.name] = _offset(actor)
             except Exception as error:
                 summary = NoAnswerError(f"no clock within {self.seconds:g} s: {reason(error)}")
                 findings += silent("clocks", {node.name: summary})
@@ -318,7 +322,8 @@ class Examination:
                 return [Finding("mlflow", "skipped", "its store would be in the storage")]
             base = self.folder / _LOCAL_STORE
             base.mkdir()
-        took = call(probes.log_to_store, uri, str(base), node=self.nodes[0], seconds=self.seconds)
+        # In this process, as the driver of a search does it, which alone may have the credentials
+        took = probes.log_to_store(uri, str(base))
         where = redact(uri or default_uri(storage_path(self.storage)))
         summary = f"a run was logged in {took:.1f} s, to {where}"
         return [Finding("mlflow", "ok", summary, numbers={"seconds": took})]
@@ -448,13 +453,12 @@ TOO_SLOW = {
 """Remedies where a check does not end."""
 
 
-def _offset(actor: Any, deadline: float) -> tuple[float, float]:
+def _offset(actor: Any) -> tuple[float, float]:
     """Return by how many seconds an actor's clock is ahead, and by how many that may be wrong."""
     best: tuple[float, float] | None = None
     for _ in range(_PINGS):
-        left = max(0.0, deadline - time.monotonic())
         before = time.time()
-        there: float = ray.get(actor.now.remote(), timeout=left)
+        there: float = ray.get(actor.now.remote(), timeout=_PING_SECONDS)
         after = time.time()
         error = (after - before) / 2
         if best is None or error < best[1]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.base.messages import reason
 from attention.checkpoint import Checkpoint
 from attention.families import window_of
 from attention.io import checkpoint
@@ -88,11 +89,15 @@ def gate_settings(config: SearchConfig) -> dict[str, Any]:
 
 def check_candidates(
     entries: Sequence[PromotionEntry], session: SearchSession
-) -> Iterator[tuple[PromotionEntry, GateResult]]:
+) -> Iterator[tuple[PromotionEntry, GateResult | str]]:
     """Export trained candidates and check them, each in a task of the cluster, as they end.
 
     Their references are measured before, in the same way, so that no task that holds a GPU waits
     for another.
+
+    Yields:
+        A candidate and the gate's decision; a text if its checks failed, e.g. since its weights
+        are damaged.
     """
     config = session.config
     section = config.promotion.model_copy(
@@ -112,8 +117,18 @@ def check_candidates(
             pass
     calls = [(entry, config, folder, context) for entry in entries]
     label = f"gate of {entries[0].name}" if len(entries) == 1 else f"gates of {len(entries)} models"
-    for number, result in each_on_cluster(options, label, examine, calls, most):
+    for number, result in each_on_cluster(options, label, _try_to_examine, calls, most):
         yield entries[number], result
+
+
+def _try_to_examine(
+    entry: PromotionEntry, config: SearchConfig, folder: SearchFolder, context: TrialContext
+) -> GateResult | str:
+    """Check a candidate, without an exception that would end the checks of others."""
+    try:
+        return examine(entry, config, folder, context)
+    except Exception as error:
+        return f"{type(error).__name__}: {reason(error)}"
 
 
 def examine(

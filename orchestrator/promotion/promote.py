@@ -87,9 +87,9 @@ def promote_search(
     ids = list(trials)
     settings = list(overrides)
     folder, config, chosen = _request(search, ids, top, settings)
-    config = open_models(config)
-    prepared = validate_search(config)
+    config = _with_promotion(open_models(config))
     _check_training(config)
+    prepared = validate_search(config)
     with (
         mirrored(folder.address or str(folder.storage), folder.storage, side=sync_from) as mirror,
         SearchLock(folder.lock).acquire(f"search {folder.root.name!r}") as lock,
@@ -140,9 +140,9 @@ def rehearse_promotion(
         ConfigError: As `promote_search` does, for what can be checked without a cluster.
     """
     folder, config, chosen = _request(search, trials, top, overrides)
-    config = open_models(config, weights=False)
-    prepared = rehearse_search(config)
+    config = _with_promotion(open_models(config, weights=False))
     _check_training(config)
+    prepared = rehearse_search(config)
     state = PromotionState.load(folder.promotion)
     total = config.rungs.steps[-1] + config.promotion.steps
     _add_entries(state, load_trials(folder.root), chosen, config, total)
@@ -225,10 +225,14 @@ def _stored_config(folder: SearchFolder, overrides: Iterable[str]) -> SearchConf
     return parse_config(record, where=str(folder.snapshot))
 
 
+def _with_promotion(config: SearchConfig) -> SearchConfig:
+    """Return the configuration with a promotion, which the search itself may not have had."""
+    promotion = config.promotion.model_copy(update={"enabled": True})
+    return config.model_copy(update={"promotion": promotion})
+
+
 def _check_training(config: SearchConfig) -> None:
     """Raise ConfigError where the text does not suffice for the promotion, or GPUs would idle."""
-    promotion = config.promotion.model_copy(update={"enabled": True})
-    config = config.model_copy(update={"promotion": promotion})
     check_gpus(config)
     try:
         check_epochs(config)

@@ -17,6 +17,7 @@ from attention.ratios import percent
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion.gate import OK, ModelDigests
 from orchestrator.promotion.state import (
+    PASSED,
     PROMOTED,
     REFUSED,
     REGISTERED,
@@ -169,13 +170,21 @@ def settle_aliases(state: PromotionState, config: SearchConfig, tracker: Tracker
     """Point the aliases of each KV ratio (kv25, then kv25-2, ...) to its versions by rising loss.
 
     A version of another search keeps its alias if it is newer. The worst comes first, so that a
-    version that makes way has its new alias before it loses the old one.
+    version that makes way has its new alias before it loses the old one. A version that is no
+    longer in the registry, as where the search has been moved to another, has none.
 
     Raises:
         TrackingError: If the registry refuses.
     """
     name = _model_name(config)
-    registered = [e for e in state.candidates.values() if e.status in (REGISTERED, PROMOTED)]
+    registered = []
+    for entry in state.candidates.values():
+        if entry.status in (REGISTERED, PROMOTED):
+            if _is_version(name, entry, tracker):
+                registered.append(entry)
+            else:
+                entry.version = entry.model_uri = None
+                entry.status = PASSED if entry.status == REGISTERED else entry.status
     versions = {e.version for e in registered}
     for kv_ratio in {e.kv_ratio for e in registered}:
         alike = [e for e in registered if e.kv_ratio == kv_ratio]
@@ -191,6 +200,14 @@ def settle_aliases(state: PromotionState, config: SearchConfig, tracker: Tracker
                     tracker.set_alias(name, alias, str(entry.version))
                 entry.model_uri = f"models:/{name}@{alias}"
             entry.status = PROMOTED
+
+
+def _is_version(name: str, entry: PromotionEntry, tracker: Tracker) -> bool:
+    """Return whether the registry has the version of an entry, with its weights."""
+    if entry.version is None or (tags := tracker.version_tags(name, entry.version)) is None:
+        return False
+    digest = entry.lineage and entry.lineage["checkpoint"]["exported"]
+    return tags.get("weights_digest", digest) == digest
 
 
 def _alias(kv_ratio: float, rank: int) -> str:

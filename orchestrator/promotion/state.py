@@ -27,6 +27,7 @@ from orchestrator.storage.records import TrialRecord
 PENDING, TRAINED, PASSED, REGISTERED = "pending", "trained", "passed", "registered"
 PROMOTED, REFUSED, FAILED = "promoted", "refused", "failed"
 BASELINE, CANDIDATE = "baseline", "candidate"
+_UNFINISHED = (FAILED, PASSED, REGISTERED)
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ class PromotionEntry:
     @property
     def unfinished(self) -> bool:
         """Whether a step has failed that another run of the promotion may repeat."""
-        return self.status in (FAILED, PASSED, REGISTERED)
+        unchecked = self.role == CANDIDATE and self.status == TRAINED
+        return unchecked or self.status in _UNFINISHED
 
     def to_record(self) -> EntryRecord:
         """Return the entry as stored in `promotion.json`."""
@@ -398,10 +400,19 @@ class PromoteOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if at least one of the trials was promoted and nothing has failed."""
-        candidates = self.promotion["candidates"]
-        states = [candidates[trial_id]["status"] for trial_id in self.chosen]
-        return 0 if PROMOTED in states and not self.promotion["failed"] else 1
+        """0 if at least one of the trials was promoted, and none of them or their baselines failed.
+
+        Trials of earlier promotions do not count.
+        """
+        chosen = [self.promotion["candidates"][trial_id] for trial_id in self.chosen]
+        goals = {(entry["kv_ratio"], entry["steps"]) for entry in chosen}
+        baselines = self.promotion["baselines"].values()
+        opponents = [entry for entry in baselines if (entry["kv_ratio"], entry["steps"]) in goals]
+        failed = {entry["trial_id"] for entry in (*chosen, *opponents)} & {
+            *self.promotion["failed"]
+        }
+        promoted = any(entry["status"] == PROMOTED for entry in chosen)
+        return 0 if promoted and not failed else 1
 
     def to_dict(self) -> Mapping[str, Any]:
         """Return the result as `--json` writes it."""

@@ -114,13 +114,12 @@ class PromotionSteps:
                 trial_id = training.trial.trial_id
                 milestones, lines = followers[trial_id].look()
                 points = self._course((*milestones, *lines))
-                for entry in entries[trial_id]:
-                    if trial_id in tracked:
+                if trial_id in tracked:
+                    for entry in entries[trial_id]:
                         run_id = self.session.mlflow.add_points(self._tags(entry), points)
                         entry.run_id = run_id or entry.run_id
-                    else:
-                        self._track(entry)
-                tracked.add(trial_id)
+                elif all(self._track(entry) for entry in entries[trial_id]):
+                    tracked.add(trial_id)
                 progress.to(sum(followers[key].step for key in followers) - starts)
 
         tracked: set[str] = set()
@@ -204,13 +203,19 @@ class PromotionSteps:
             if entry.trained_at is not None:
                 self._track(entry)
 
-    def _track(self, entry: PromotionEntry, status: str | None = None) -> None:
-        """Write the MLflow run of an entry; `status`, if it is not that of the entry."""
-        # Where the address of its reports is away `catch_up` of the next run does it
-        with contextlib.suppress(AddressAwayError):
+    def _track(self, entry: PromotionEntry, status: str | None = None) -> bool:
+        """Write the MLflow run of an entry; `status`, if it is not that of the entry.
+
+        Returns:
+            False where the address of its reports is away: `catch_up` of the next run does it.
+        """
+        try:
             run = self.run_of(entry)
-            run = replace(run, status=status or run.status)
-            entry.run_id = self.session.mlflow.put(run) or entry.run_id
+        except AddressAwayError:
+            return False
+        run = replace(run, status=status or run.status)
+        entry.run_id = self.session.mlflow.put(run) or entry.run_id
+        return True
 
     def run_of(self, entry: PromotionEntry) -> TrackedRun:
         """Return the MLflow run of an entry."""
@@ -269,7 +274,11 @@ class PromotionSteps:
         """Return the course of a training, and a last point once it has ended."""
         reports = training.reports()
         original = self.session.context.original_loss
-        points = self._course((*reports, *training.curve()))
+        course = (*reports, *training.curve())
+        if any(entry is earlier for earlier in self.state.earlier):
+            # A later attempt writes to the same folder
+            course = [report for report in course if report["time"] <= (entry.trained_at or 0)]
+        points = self._course(course)
         if entry.trained_at is not None:
             trial = self.trials[entry.trial_id]
             metrics: dict[str, Any] = {**entry.comparison, "best_loss": entry.loss}
@@ -316,6 +325,11 @@ class PromotionSteps:
         if not entries:
             return
         for entry, result in check_candidates(entries, self.session):
+            if isinstance(result, str):  # it stays trained: the next run checks it again
+                entry.reasons = [f"its checks failed: {result}"]
+                print(f"promotion: {entry.name}: {entry.reasons[0]}", flush=True)
+                self.save()
+                continue
             trial = self.trials[entry.trial_id]
             entry.gate = result.record
             entry.reasons = result.reasons

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from attention.base.messages import reason
-from orchestrator.tracking.errors import TrackingError, redact
+from orchestrator.tracking.errors import TrackingError, is_away, redact
 from orchestrator.tracking.logged_model import MLMODEL
 
 _DESCRIPTION = (
@@ -20,6 +23,29 @@ _DESCRIPTION = (
     "kv25 is the best that keeps 25 % of the cache, kv25-2 the second best; tags of a version say "
     "which search, recipe and trial made it."
 )
+_RETRY_PAUSES = (2.0, 8.0)
+"""Seconds before a registration is tried again that had no answer."""
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_CREATING = threading.RLock()  # the setting is of the process
+
+
+@contextlib.contextmanager
+def single_attempts() -> Iterator[None]:
+    """Let MLflow's client send the requests of the body once.
+
+    It repeats requests that had no answer, and one that creates something may have been carried
+    out: only who looks for the result first may repeat it.
+    """
+    with _CREATING:
+        before = os.environ.get(_RETRIES)
+        os.environ[_RETRIES] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_RETRIES]
+            else:
+                os.environ[_RETRIES] = before
 
 
 class Registry:
@@ -46,34 +72,55 @@ class Registry:
         Raises:
             TrackingError: If the store refuses.
         """
+        labels = {key: str(value) for key, value in tags.items()} | {"folder": str(folder)}
         with self._requests(name):
-            if not self.client.search_registered_models(f"name = '{name}'"):
-                self.client.create_registered_model(name, description=_DESCRIPTION)
-            versions = self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
-            for registered in versions:
-                if registered.tags.get("folder") == str(folder):
-                    return str(registered.version)
-            labels = {key: str(value) for key, value in tags.items()} | {"folder": str(folder)}
-            on_server = self.uri.startswith(("http://", "https://"))
-            model = None
-            source = str(folder)
-            if (Path(folder) / MLMODEL).is_file():
-                model, source = self._logged_model(name, Path(folder), run_id, labels, on_server)
-            elif on_server:  # which takes no bare local folder
-                self.client.log_artifacts(run_id, str(folder), "model")
-                source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
+            for pause in _RETRY_PAUSES:
+                try:
+                    return self._register(name, Path(folder), run_id, labels, description)
+                except Exception as error:
+                    if not is_away(error):
+                        raise
+                    time.sleep(pause)
+            return self._register(name, Path(folder), run_id, labels, description)
+
+    def _register(
+        self, name: str, folder: Path, run_id: str, tags: dict[str, str], description: str
+    ) -> str:
+        """Return the version of a run; what an attempt before has made of it is not made again."""
+        from mlflow.exceptions import MlflowException
+
+        if not self.client.search_registered_models(f"name = '{name}'"):
+            try:
+                with single_attempts():
+                    self.client.create_registered_model(name, description=_DESCRIPTION)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another driver's
+                    raise
+        versions = self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+        for registered in versions:
+            if registered.tags.get("folder") == str(folder):
+                return str(registered.version)
+        on_server = self.uri.startswith(("http://", "https://"))
+        model = None
+        source = str(folder)
+        if (folder / MLMODEL).is_file():
+            model, source = self._logged_model(name, folder, run_id, tags, on_server)
+        elif on_server:  # which takes no bare local folder
+            self.client.log_artifacts(run_id, str(folder), "model")
+            source = f"{self.client.get_run(run_id).info.artifact_uri}/model"
+        with single_attempts():
             created = self.client.create_model_version(
                 name,
                 source,
                 run_id=run_id,
-                tags=labels,
+                tags=tags,
                 description=description,
                 model_id=model and model.model_id,
             )
-            if model is not None:
-                tag = json.dumps([{"name": name, "version": created.version}])
-                self.client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": tag})
-            return str(created.version)
+        if model is not None:
+            tag = json.dumps([{"name": name, "version": created.version}])
+            self.client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": tag})
+        return str(created.version)
 
     def _logged_model(
         self, name: str, folder: Path, run_id: str, tags: dict[str, str], upload: bool
@@ -90,13 +137,14 @@ class Registry:
         )
         model = next((entry for entry in logged if entry.tags.get("folder") == str(folder)), None)
         if model is None:
-            model = self.client.create_logged_model(
-                self.experiment_id,
-                re.sub(r"[/:.%\"']", "-", name),
-                source_run_id=run_id,
-                tags=tags,
-                model_type="transformers",
-            )
+            with single_attempts():
+                model = self.client.create_logged_model(
+                    self.experiment_id,
+                    re.sub(r"[/:.%\"']", "-", name),
+                    source_run_id=run_id,
+                    tags=tags,
+                    model_type="transformers",
+                )
         source = model.artifact_location
         if upload:
             self.client.log_model_artifacts(model.model_id, str(folder))
@@ -109,6 +157,22 @@ class Registry:
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
         self.client.finalize_logged_model(model.model_id, "READY")
         return model, source
+
+    def version_tags(self, name: str, version: str) -> Mapping[str, str] | None:
+        """Return the tags of a version; None if there is no such version.
+
+        Raises:
+            TrackingError: If the store refuses.
+        """
+        from mlflow.exceptions import MlflowException
+
+        with self._requests(name):
+            try:
+                return self.client.get_model_version(name, version).tags
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return None
 
     def alias_version(self, name: str, alias: str) -> str | None:
         """Return the version that an alias points to; None if it points nowhere.

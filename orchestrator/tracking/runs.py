@@ -34,7 +34,7 @@ from orchestrator.storage.records import (
 )
 from orchestrator.tracking.errors import TrackingError, is_away, redact
 from orchestrator.tracking.metrics import is_number
-from orchestrator.tracking.registry import Registry
+from orchestrator.tracking.registry import Registry, single_attempts
 
 _TAG_LENGTH = 4000
 _PARAM_LENGTH = 500
@@ -87,9 +87,10 @@ def open_client(uri: str) -> Any:
     """Return MLflow's client for a store; no request is sent yet."""
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it may hold a secret
-    # An address without a server must fail in seconds, and one that does not answer in minutes
+    # An address without a server must fail in seconds, and one that does not answer in minutes;
+    # a busy server with an sqlite store waits up to 20 seconds for the store alone
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     from mlflow import MlflowClient
 
     for name in ("alembic", "mlflow"):  # after the import, which sets the level to INFO
@@ -153,9 +154,10 @@ class Tracker(Registry):
         labels = {key: str(value) for key, value in (tags or {}).items()}
         if parent:
             labels["mlflow.parentRunId"] = parent
-        run = self.client.create_run(
-            self.experiment_id, start_time=_milliseconds(at), run_name=name, tags=labels
-        )
+        with single_attempts():
+            run = self.client.create_run(
+                self.experiment_id, start_time=_milliseconds(at), run_name=name, tags=labels
+            )
         return run.info.run_id
 
     def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:

@@ -45,9 +45,12 @@ PAUSE_SECONDS = (2.0, 60.0)
 """Seconds between two attempts to reach a store: the first interval, and the longest."""
 _SLOW_SECONDS = 5.0
 """An attempt that fails after more is one that had no answer, where a driver had to wait."""
-_SLOW_PAUSE = (10.0, 600.0)
+_SLOW_PAUSE = (10.0, 1800.0)
 """The interval after it: as a multiple of its time, so that a driver waits for a tenth of the time
 at most; and the longest, in seconds."""
+
+_UPLOADS = ("text ", "file ", "link ")
+"""Requests, by the beginnings of their keys, that a store of artifacts may fail; sent last."""
 
 Key = tuple[tuple[str, str], ...]
 
@@ -235,20 +238,43 @@ class MlflowSync:
 
     def _send_all(self) -> None:
         started = time.monotonic()
-        try:
-            for key, state in list(self._pending.items()):
+        failure: Exception | None = None
+        answers = True
+        for key, state in list(self._pending.items()):
+            try:
                 self._send(state)
                 del self._pending[key]
-        except Exception as error:
-            self._pause(error, time.monotonic() - started)
+            except Exception as error:
+                failure = error
+                if not (answers := self._store_answers()):
+                    break
+                # Now the last one: a store of artifacts that fails must not keep other runs out
+                self._pending[key] = self._pending.pop(key)
+        if failure is not None:
+            self._pause(failure, time.monotonic() - started, answers)
             return
         self._delay = 0.0
         if self._warned:
-            logger.warning("MLflow is reachable again, and up to date")
+            logger.warning("MLflow is up to date again")
             self._warned = False
 
-    def _pause(self, error: Exception, seconds: float) -> None:
-        """Wait before the next attempt; this one has failed after `seconds`."""
+    def _store_answers(self) -> bool:
+        """Return whether the store itself answers, so that one request alone has failed."""
+        if self._tracker is None or self.parent_id is None:
+            return False
+        try:
+            return self._tracker.search_run(self.parent_id, {}) is not None
+        except Exception:
+            return False
+
+    def _pause(self, error: Exception, seconds: float, answers: bool) -> None:
+        """Wait before the next attempt.
+
+        Args:
+            error: Why this one has failed.
+            seconds: After how long.
+            answers: Whether the store answers other requests.
+        """
         first, longest = PAUSE_SECONDS
         self._delay = min(longest, 2 * self._delay or first)
         pause = self._delay
@@ -260,8 +286,10 @@ class MlflowSync:
         self._children = None  # a run may have been made whose answer was lost
         if not self._warned:
             logger.warning(
-                "MLflow is not reachable (%s); it will be brought up to date when it is",
+                "MLflow %s (%s); it will be brought up to date when it %s",
+                "does not take everything" if answers else "is not reachable",
                 reason(error, redact),
+                "does" if answers else "is",
             )
             self._warned = True
 
@@ -285,6 +313,7 @@ class MlflowSync:
             return
         self._send_points(state, tracker, run_id, run.points)
         requests = _requests(tracker, run_id, run)
+        uploads = {key: requests.pop(key) for key in list(requests) if key.startswith(_UPLOADS)}
         # A tag that is no longer set may return
         state.sent -= {key for key in state.sent - requests.keys() if key.startswith("tag ")}
         for key, request in requests.items():
@@ -299,6 +328,8 @@ class MlflowSync:
                     "MLflow has refused the status of %s: %s", run.name, reason(error, redact)
                 )
             state.status = STATUS[run.status]
+        for key, request in uploads.items():
+            self._send_once(state, key, request)
         state.digest = digest
         if run.status in ENDED:
             request = partial(tracker.set_tags, run_id, {_DIGEST_TAG: digest})

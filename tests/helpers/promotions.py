@@ -59,6 +59,7 @@ def checked(one: PromotionEntry, config: SearchConfig, context: TrialContext, fo
     """The gate's result for a candidate."""
     mlflow: Any = None
     ((_, result),) = check_candidates([one], SearchSession(config, folder, context, mlflow, 1))
+    assert not isinstance(result, str), result
     return result
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
-from promotions import killed_in, promoted
+from journals import write_journal
+from promotions import killed_in, promoted, trial
 
 from orchestrator.config.schema import SearchConfig
 from orchestrator.promotion import steps
@@ -13,6 +15,7 @@ from orchestrator.promotion.state import PASSED, PROMOTED, REGISTERED, TRAINED
 from orchestrator.search.trials.context import TrialContext
 from orchestrator.storage.json_files import read_json
 from orchestrator.storage.paths import SearchFolder
+from orchestrator.tracking import registry
 from orchestrator.tracking.errors import TrackingError
 from orchestrator.tracking.runs import Tracker
 
@@ -111,6 +114,66 @@ def test_a_registry_that_is_away_is_reported_and_the_next_run_finishes(
     state = promoted(config, context, folder, tracker, ended_search)
     assert (state["failed"], state["candidates"]["head"]["reasons"]) == ([], [])
     assert tracker.client.get_model_version_by_alias("small", "kv50").tags["gate"] == "passed"
+
+
+def test_a_version_whose_answer_was_lost_is_not_made_twice(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    ended_search: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is the registered model."""
+    attempts: list[tuple[str, str | None]] = []
+
+    def lost(name: str) -> None:
+        create = getattr(tracker.client, name)
+
+        def and_no_answer(*args: Any, **kwargs: Any) -> None:
+            attempts.append((name, os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES")))
+            monkeypatch.setattr(tracker.client, name, create)
+            create(*args, **kwargs)
+            raise ConnectionError("read timed out")
+
+        monkeypatch.setattr(tracker.client, name, and_no_answer)
+
+    monkeypatch.setattr(registry, "_RETRY_PAUSES", (0.0, 0.0))
+    before = os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    names = ["create_registered_model", "create_model_version"]
+    for name in names:
+        lost(name)
+    (candidate,) = promoted(config, context, folder, tracker, ended_search)["candidates"].values()
+    assert (candidate["status"], candidate["version"]) == (PROMOTED, "1")
+    assert attempts == [(name, "0") for name in names]
+    assert os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES") == before
+    assert len(tracker.client.search_model_versions("name = 'small'")) == 1
+
+
+def test_a_candidate_whose_checks_fail_stays_trained_and_others_are_registered(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_journal(
+        folder.root, [trial("head", "headfold", 2.2), trial("apart", "headfold", 2.3), trial("base", "gqa", 2.9)]
+    )
+    top = config.model_copy(update={"promotion": config.promotion.model_copy(update={"top": 2})})
+    parent = tracker.start("search")
+    weights = folder.trial("head") / "trained" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:100])
+    state = promoted(top, context, folder, tracker, parent)
+    statuses = {key: entry["status"] for key, entry in state["candidates"].items()}
+    assert statuses == {"head": TRAINED, "apart": PROMOTED} and state["failed"] == ["head"]
+    assert state["candidates"]["head"]["reasons"][0].startswith("its checks failed: ")
+    assert "its checks failed" in capsys.readouterr().out
+    weights.write_bytes(content)
+    state = promoted(top, context, folder, tracker, parent)
+    assert (state["candidates"]["head"]["status"], state["failed"]) == (PROMOTED, [])
+    assert tracker.alias_version("small", "kv50") == state["candidates"]["head"]["version"]
 
 
 def test_a_promotion_that_runs_again_repeats_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,35 @@ def test_aliases_follow_the_loss_within_a_search_and_the_newer_version_between_s
     state = promoted(config, context, folder, tracker, parent)
     assert tracker.alias_version("small", "kv50") == third
     assert state["candidates"]["apart"]["model_uri"] == "models:/small/2"
+
+
+def test_no_alias_is_set_to_a_version_of_another_model(
+    config: SearchConfig, context: TrialContext, folder: SearchFolder, tracker: Tracker, tmp_path: Path
+) -> None:
+    """A version's number means nothing in another registry, and nothing once the version is deleted."""
+    trials = [trial("head", "headfold", 2.5), trial("base", "gqa", 2.9)]
+    write_journal(folder.root, trials)
+    promoted(config, context, folder, tracker, tracker.start("search"))
+    other = Tracker.open(f"sqlite:///{tmp_path / 'other.db'}", "tests", tmp_path / "other")
+    foreign = folder.root / "foreign"
+    foreign.mkdir()
+    run = other.start("another search")
+    assert other.register("small", foreign, run, tags={"weights_digest": "aa"}, description="") == "1"
+    trials.append(trial("apart", "headfold", 2.6))
+    write_journal(folder.root, trials)
+    session = SearchSession(config, folder, context, sync_of(other, folder, other.start("search")), 1)
+    state = promote.promote_trials(session, [t for t in load_trials(folder.root) if t.trial_id == "apart"])
+    assert other.alias_version("small", "kv50") == state["candidates"]["apart"]["version"] == "2"
+    assert state["candidates"]["head"]["model_uri"] is None
+
+    other.client.delete_model_version("small", "2")
+    trials.append(trial("third", "headfold", 2.55))
+    shutil.copytree(folder.trial("apart"), folder.trial("third"))
+    write_journal(folder.root, trials)
+    session = SearchSession(config, folder, context, sync_of(other, folder, other.start("search")), 1)
+    state = promote.promote_trials(session, [t for t in load_trials(folder.root) if t.trial_id == "third"])
+    assert state["candidates"]["third"]["model_uri"] == "models:/small@kv50"
+    assert [state["candidates"][name]["version"] for name in ("head", "apart")] == [None, None]
 
 
 def test_what_was_refused_is_kept_when_the_trial_is_promoted_with_more_steps(

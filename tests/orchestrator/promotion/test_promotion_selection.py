@@ -10,14 +10,17 @@ import pytest
 import yaml
 from promotions import entry, trial
 
+from orchestrator.cluster.capacity import Nodes, search_concurrency
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
 from orchestrator.promotion import promote
 from orchestrator.promotion.gate import gate_settings
 from orchestrator.promotion.state import (
     BASELINE,
+    FAILED,
     PENDING,
     PROMOTED,
     REFUSED,
+    TRAINED,
     BaselineModel,
     GateRecord,
     PromoteOutcome,
@@ -52,9 +55,21 @@ def test_a_baseline_is_not_promoted(folder: SearchFolder, config: SearchConfig) 
 
 
 def test_the_exit_code_is_of_the_requested_trials(tmp_path: Path) -> None:
-    """A trial that was promoted earlier does not affect one that is refused now."""
-    result = {"candidates": {"a": {"status": PROMOTED}, "b": {"status": REFUSED}}, "failed": []}
-    assert [PromoteOutcome(tmp_path, result, chosen).exit_code for chosen in (("a",), ("b",), ("a", "b"))] == [0, 1, 0]
+    """Trials of earlier promotions, promoted or failed, do not count."""
+    states = {"a": PROMOTED, "b": REFUSED, "c": FAILED}
+    record = {"kv_ratio": 0.5, "steps": 4}
+    candidates = {name: record | {"trial_id": name, "status": status} for name, status in states.items()}
+    baseline = record | {"trial_id": "base", "status": TRAINED}
+    result = {"candidates": candidates, "baselines": {"0.5": baseline}, "failed": ["c"]}
+
+    def code(*chosen: str) -> int:
+        return PromoteOutcome(tmp_path, result, chosen).exit_code
+
+    assert [code("a"), code("b"), code("a", "b"), code("c"), code("a", "c")] == [0, 1, 0, 1, 1]
+    result["failed"] = ["base"]
+    assert code("a") == 1
+    baseline["steps"] = 8  # of another promotion
+    assert code("a") == 0
 
 
 def test_an_unknown_trial_is_refused(folder: SearchFolder, config: SearchConfig) -> None:
@@ -155,6 +170,15 @@ def test_a_promotion_may_have_other_settings_of_its_own_section_alone(
     assert promote._stored_config(folder, []).promotion.margin == 0
     with pytest.raises(ConfigError, match=r"expected settings of the promotion.*got 'data.eval.tokens=4'"):
         promote._stored_config(folder, ["data.eval.tokens=4"])
+
+
+def test_a_promotion_of_a_search_without_one_is_checked_for_room(config: SearchConfig) -> None:
+    update = {"enabled": False, "steps": 3, "train": {"num_workers": 64, "batch_size": 64}}
+    without = config.model_copy(update={"promotion": config.promotion.model_copy(update=update)})
+    nodes = [Nodes(1, {"CPU": 4.0})]
+    assert search_concurrency(without, nodes)
+    with pytest.raises(ConfigError, match=r"^promotion: .*64"):
+        search_concurrency(promote._with_promotion(without), nodes)
 
 
 def test_a_promotion_is_tracked_where_its_search_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,12 @@ def test_an_update_of_mlflow_reads_and_sends_only_what_is_new_however_long_the_t
     assert planned.run is not None and planned.run.offset == 4
     anew = replace(planned, run=replace(planned.run, offset=0))  # of other settings of the promotion
     monkeypatch.setattr(steps_module.Training, "of", lambda *_: anew)
+    attempt = replace(entry, trained_at=1e9 + 700)
+    again = PromotionSteps(session, PromotionState({"head": entry}, earlier=[attempt]), {"head": record})
+    course = {
+        point["step"] for point in again.run_of(attempt).points if "train_loss_step" in point or "batch_loss" in point
+    }
+    assert max(course) <= 704, "the rest is of the attempt after it"
     stored = PromotionEntry.from_record(json.loads(json.dumps(entry.to_record())))
     assert {point["step"] for point in steps.run_of(stored).points} == set(range(9, 1218))
 
@@ -254,8 +260,21 @@ def test_a_training_that_ends_while_its_reports_cannot_be_read_is_complete(
     def away(_: Any) -> Any:
         raise AddressAwayError("no route to host")
 
+    # Before its first update too: its run is put once they can be read
+    track = PromotionSteps._track
+    first: list[bool] = []
+
+    def away_at_first(self: PromotionSteps, *args: Any) -> bool:
+        first.append(True)
+        return len(first) > 1 and track(self, *args)
+
+    monkeypatch.setattr(PromotionSteps, "_track", away_at_first)
+
     def run_all(trainings: list[Training], _: Any, done: Any, going_on: Callable[[Training], None]) -> None:
         (training,) = trainings
+        going_on(training)
+        going_on(training)
+        assert len(first) == 2 and entry.run_id is not None
         monkeypatch.setattr(CheckpointStore, "read", away)
         going_on(training)
         report = {"step": 10, "loss": 1.5, "kl": 0.1, "data_position": 80, "tokens": 1280}

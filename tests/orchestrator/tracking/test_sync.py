@@ -113,8 +113,27 @@ def test_what_happened_while_the_store_was_away_is_reported_when_it_is_back(
     assert sync.put(trial(1, status=DONE)) in {run.info.run_id for run in runs}
     check(tracker, 3)
     assert [
-        r.getMessage().count("is not reachable") + r.getMessage().count("is reachable again") for r in caplog.records
+        r.getMessage().count("is not reachable") + r.getMessage().count("is up to date again") for r in caplog.records
     ] == [1, 1]
+
+
+def test_artifacts_that_cannot_be_stored_keep_nothing_else_out(
+    tracker: Tracker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError("/srv/mlflow")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "log_text", refuse)
+        parent = replace(parent_run(tmp_path, status=RUNNING), texts={"search.yaml": "name: a"})
+        sync = MlflowSync(lambda: Line(tracker, store), parent)
+        tell(sync, 0)
+        tell(sync, 1)
+        assert not sync.flush() and sync.waiting == 3 and sync.parent_id is not None
+        assert caplog.text.count("MLflow does not take everything") == 1
+        assert {run.info.status for run in tracker.children(sync.parent_id)} == {"FINISHED"}
+    assert sync.flush()
+    check(tracker, 2)
 
 
 @pytest.mark.parametrize("deaf", [False, True])
