@@ -192,7 +192,7 @@ def reports(journal: Path) -> int:
 def misplaced(made: Cloud) -> list[str]:
     """Tasks and actors that ran on other accelerators than the requested ones."""
     wrong = []
-    tasks: list[Any] = list_tasks(limit=10_000, detail=True)
+    tasks: list[Any] = list_tasks(limit=10_000, detail=True, timeout=300)  # of a busy machine
     processes: list[Any] = list_actors(limit=10_000, detail=True)
     requested = [(t.name, t.required_resources or {}, t.node_id) for t in tasks]
     requested += [(a.class_name, a.required_resources or {}, a.node_id) for a in processes]
