@@ -27,7 +27,6 @@ from orchestrator.storage.records import TrialRecord
 PENDING, TRAINED, PASSED, REGISTERED = "pending", "trained", "passed", "registered"
 PROMOTED, REFUSED, FAILED = "promoted", "refused", "failed"
 BASELINE, CANDIDATE = "baseline", "candidate"
-_UNFINISHED = (FAILED, PASSED, REGISTERED)
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ class PromotionEntry:
     def unfinished(self) -> bool:
         """Whether a step has failed that another run of the promotion may repeat."""
         unchecked = self.role == CANDIDATE and self.status == TRAINED
-        return unchecked or self.status in _UNFINISHED
+        return unchecked or self.status in (FAILED, PASSED, REGISTERED)
 
     def to_record(self) -> EntryRecord:
         """Return the entry as stored in `promotion.json`."""

@@ -83,15 +83,7 @@ class PromotionSteps:
             Training.of(self.trials[trial_id], alike[0].steps, self.session)
             for trial_id, alike in entries.items()
         ]
-        for training in trainings:
-            if not self._is_trained(training.trial.trial_id, training.total):
-                self._claim(training)
-            for entry in entries[training.trial.trial_id]:
-                entry.offset = training.run.offset if training.run else None
-        if trainings:
-            self.save()
-            total = trainings[0].total
-            print(f"\npromotion: {len(trainings)} training(s) to {total} steps", flush=True)
+        self._begin_trainings(trainings, entries)
 
         def on_end(training: Training, result: TrainingResult | None, error: str | None) -> None:
             for entry in entries[training.trial.trial_id]:
@@ -113,11 +105,8 @@ class PromotionSteps:
             with contextlib.suppress(OSError):
                 trial_id = training.trial.trial_id
                 milestones, lines = followers[trial_id].look()
-                points = self._course((*milestones, *lines))
                 if trial_id in tracked:
-                    for entry in entries[trial_id]:
-                        run_id = self.session.mlflow.add_points(self._tags(entry), points)
-                        entry.run_id = run_id or entry.run_id
+                    self._add_points(entries[trial_id], self._course((*milestones, *lines)))
                 elif all(self._track(entry) for entry in entries[trial_id]):
                     tracked.add(trial_id)
                 progress.to(sum(followers[key].step for key in followers) - starts)
@@ -138,6 +127,20 @@ class PromotionSteps:
                     if entry.status == PENDING:
                         self._track(entry, records.KILLED)
             raise
+
+    def _begin_trainings(
+        self, trainings: list[Training], entries: Mapping[str, list[PromotionEntry]]
+    ) -> None:
+        """Claim the folders of the trainings, and enter from which step each one counts."""
+        for training in trainings:
+            if not self._is_trained(training.trial.trial_id, training.total):
+                self._claim(training)
+            for entry in entries[training.trial.trial_id]:
+                entry.offset = training.run.offset if training.run else None
+        if trainings:
+            self.save()
+            total = trainings[0].total
+            print(f"\npromotion: {len(trainings)} training(s) to {total} steps", flush=True)
 
     def _is_trained(self, trial_id: str, steps: int) -> bool:
         """Whether another entry has the weights of this training already."""
@@ -290,6 +293,12 @@ class PromotionSteps:
             metrics["kv_bytes_per_token"] = entry.kv_bytes_per_token or trial.kv_bytes_per_token
             points.append(point(metrics, entry.steps, entry.trained_at))
         return points
+
+    def _add_points(self, entries: Iterable[PromotionEntry], points: list[MetricPoint]) -> None:
+        """Add points to the runs of the entries."""
+        for entry in entries:
+            run_id = self.session.mlflow.add_points(self._tags(entry), points)
+            entry.run_id = run_id or entry.run_id
 
     def _course(self, reports: Iterable[TrainingReport]) -> list[MetricPoint]:
         """Return a point for each report of a training."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
+from attention.base.environment import environment_variable
 from attention.base.messages import reason
 from orchestrator.tracking.errors import TrackingError, is_away, redact
 from orchestrator.tracking.logged_model import MLMODEL
@@ -25,27 +24,15 @@ _DESCRIPTION = (
 )
 _RETRY_PAUSES = (2.0, 8.0)
 """Seconds before a registration is tried again that had no answer."""
-_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-_CREATING = threading.RLock()  # the setting is of the process
 
 
-@contextlib.contextmanager
-def single_attempts() -> Iterator[None]:
+def single_attempts() -> contextlib.AbstractContextManager[None]:
     """Let MLflow's client send the requests of the body once.
 
     It repeats requests that had no answer, and one that creates something may have been carried
     out: only who looks for the result first may repeat it.
     """
-    with _CREATING:
-        before = os.environ.get(_RETRIES)
-        os.environ[_RETRIES] = "0"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_RETRIES]
-            else:
-                os.environ[_RETRIES] = before
+    return environment_variable("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 
 class Registry:

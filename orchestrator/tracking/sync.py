@@ -45,7 +45,7 @@ PAUSE_SECONDS = (2.0, 60.0)
 """Seconds between two attempts to reach a store: the first interval, and the longest."""
 _SLOW_SECONDS = 5.0
 """An attempt that fails after more is one that had no answer, where a driver had to wait."""
-_SLOW_PAUSE = (10.0, 1800.0)
+_SLOW_PAUSE = (10.0, 3600.0)
 """The interval after it: as a multiple of its time, so that a driver waits for a tenth of the time
 at most; and the longest, in seconds."""
 

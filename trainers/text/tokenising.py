@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from attention.base.environment import environment_variable
 from attention.base.messages import reason
 from trainers.text.corpora import Conversation, DataError
 from trainers.text.token_sets import TextPosition
@@ -126,27 +125,11 @@ def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
 def tokenise_here(texts: Iterable[list[str]], tokenizer: Any) -> Iterator[TokenBlock]:
     """In this process, one block after the other, the documents of a block on all cores."""
     for block in texts:
-        with _on_all_cores():
+        # Tokenizers read it at each call. Outside it stays as it was: what a process forks off may
+        # not use their threads.
+        with environment_variable(PARALLELISM, "true"):
             tokens = tokenise(block, tokenizer)
         yield tokens
-
-
-@contextmanager
-def _on_all_cores() -> Iterator[None]:
-    """Within, tokenizers use threads.
-
-    They read the variable at each call; outside it stays as it was, since what a process forks off
-    may not use them.
-    """
-    before = os.environ.get(PARALLELISM)
-    os.environ[PARALLELISM] = "true"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[PARALLELISM]
-        else:
-            os.environ[PARALLELISM] = before
 
 
 class TokenReader:
