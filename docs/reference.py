@@ -157,9 +157,9 @@ def commands_page() -> str:
     parts = [
         "# Command reference\n",
         "<!-- written by docs/reference.py from orchestrator/config/options.py; do not edit -->\n",
-        "`headfold VERB`, or from a checkout `python orchestrator/main.py VERB`. Exit codes: 0 done, 1 the work "
-        "failed, 2 a mistake in what was asked for, 130 interrupted. `headfold --install-completion` teaches a shell "
-        "the verbs and options, `headfold --version` tells the version.\n",
+        "`headfold VERB`, or in a checkout `python -m orchestrator.main VERB`. Exit codes: 0 done, 1 the work "
+        "failed, 2 a mistake in the command or its input, 130 interrupted. `headfold --install-completion` adds "
+        "completion to your shell, `headfold --version` prints the version.\n",
     ]
     for name, verb in command.commands.items():  # type: ignore[attr-defined]
         arguments = [p for p in verb.params if p.param_type_name == "argument"]

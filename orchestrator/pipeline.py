@@ -34,7 +34,7 @@ from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.status import search_seconds
 from orchestrator.search.estimate import announce, check_disk
-from orchestrator.search.leftovers import open_trials
+from orchestrator.search.leftovers import check_weights, open_trials
 from orchestrator.search.outcome import SearchOutcome, print_outcome
 from orchestrator.search.prepare import (
     check_texts,
@@ -113,8 +113,10 @@ def search(
             mirror.fetch_search(folder.root.name, open_trials(folder, config))
         prepared = validate_search(config)
         if stored is None or stored.promotion != config.promotion:  # all others stay as they were
-            check_epochs(config)
+            check_epochs(config, (each.recipe for each in prepared.problem.named))
             check_gpus(config)
+            if folder is not None:
+                check_weights(folder, config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:
@@ -414,12 +416,10 @@ def _run(
     with pool_of_search(config, folder, original.get("parameters", 0)) as pool:
         context = replace(context, pool=pool)
         session = SearchSession(config, folder, context, mlflow, parallel, control)
-        run_trials(session, prepared)
+        finished = run_trials(session, prepared)
         folder.sweep()  # what a trial had begun to write when its node went
         outcome.trials = load_trials(folder.root)
-        outcome.interrupted = (
-            any(t.status == records.KILLED for t in outcome.trials) or not outcome.trials
-        )
+        outcome.interrupted = not finished
         if outcome.front:
             save_png(front_figure(outcome.trials, original), folder.root / "front.png")
             save_png(rungs_figure(outcome.trials, original), folder.root / "rungs.png")

@@ -352,6 +352,9 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(
             str(source), trust_remote_code=trust_remote_code, local_files_only=cached
         )
+        if config.model_type in ("llama", f"{TYPE_PREFIX}llama"):
+            # Of a model that was made into a Llama: its class has no window, and ignores it
+            vars(config).pop("sliding_window", None)
         return model_classes.one_form(config)
     except CheckpointError:
         raise
@@ -427,7 +430,7 @@ def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConf
     settings: dict[str, Any] = {
         name: value for name, value in fields.items() if name not in unknown and name[:1] != "_"
     }
-    settings["sliding_window"] = None
+    settings |= {"sliding_window": None, "num_key_value_heads": kv_heads}
     mistral = MistralConfig(**settings)
     mistral.architectures = ["MistralForCausalLM"]
     return mistral

@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from attention.modeling.composition.composed_cache import ComposedLayer
 from attention.modeling.composition.composing import HeadComposition
 from attention.modeling.decoding import HeadMaps, decode, decode_mix, decode_scores
-from attention.modeling.growing_cache import grow_cache
+from attention.modeling.growing_cache import cache_in, grow_cache
 from attention.modeling.scores import capped, explicit_attention
 from attention.plan import LayerPlan
 
@@ -181,7 +181,7 @@ def attach(module: nn.Module, plan: LayerPlan) -> None:
         "value_map", torch.tensor(plan.value_map, device=device), persistent=True
     )
     if not hasattr(module, "head_maps"):
-        module.register_forward_pre_hook(grow_cache, with_kwargs=True)
+        module.register_forward_pre_hook(prepare_cache, with_kwargs=True)
     module.head_maps = HeadMaps.of(plan)  # type: ignore[assignment]
     # The maps do the repeating; transformers must not repeat on top of it.
     module.num_key_value_groups = 1  # type: ignore[assignment]
@@ -218,6 +218,20 @@ def make_uneven(cache: Cache) -> Cache:
     for layer in cache.layers:
         layer.__class__ = UNEVEN.get(type(layer), type(layer))
     return cache
+
+
+def prepare_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make the layer of a fresh cache grow in place, or take unequal key and value counts.
+
+    A forward pre-hook of attention modules. A static cache of `generate` has such layers already,
+    but not one that the caller has made.
+    """
+    grow_cache(module, args, kwargs)
+    cache = cache_in(kwargs)
+    if isinstance(cache, Cache) and module.layer_idx < len(cache.layers):
+        layer = cache.layers[module.layer_idx]
+        if type(layer) in UNEVEN and not layer.is_initialized:
+            layer.__class__ = UNEVEN[type(layer)]
 
 
 def cache_bytes(cache: Cache) -> int:

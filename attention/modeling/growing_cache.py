@@ -138,7 +138,7 @@ def cache_layer(cache: Cache, index: int, kind: type[GrowingLayer]) -> Any:
 def grow_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make the layer of a fresh dynamic cache grow in place.
 
-    A forward pre-hook of attention modules.
+    The arguments are those of a forward pre-hook of an attention module.
     """
     cache = cache_in(kwargs)
     if isinstance(cache, Cache):

@@ -21,11 +21,13 @@ ORIGINAL = "original model, cache format of the engine"
 FEWER_HEADS = "Headfold, 16-bit cache"
 BOTH = "Headfold and a cache format"
 PUBLISHED = "published method, 16-bit cache"
+PUBLISHED_FITTED = "published method and Headfold's local fit"
 STYLES = {
     ORIGINAL: {"color": INK, "marker": "*", "ms": 11},
     BOTH: {"color": COLOURS[0], "marker": "o", "ms": 7},
     FEWER_HEADS: {"color": COLOURS[0], "marker": "o", "ms": 7, "mfc": "white"},
     PUBLISHED: {"color": COLOURS[1], "marker": "s", "ms": 6.5},
+    PUBLISHED_FITTED: {"color": COLOURS[1], "marker": "s", "ms": 6.5, "mfc": "white"},
 }
 _CITED = {named.recipe.name for named in NAMED_RECIPES if named.papers}
 
@@ -49,8 +51,9 @@ def _conversions(records: Records) -> Iterator[Point]:
     for name, part in records.parts.items():
         for row in part["rows"]:
             if row.get("recipe") == name:  # a part that is one recipe at several sizes
-                cited = name.removesuffix("_plain").removesuffix("_refined") in _CITED
-                series = PUBLISHED if cited else FEWER_HEADS
+                series = FEWER_HEADS
+                if name.removesuffix("_plain").removesuffix("_refined") in _CITED:
+                    series = PUBLISHED_FITTED if name.endswith("_refined") else PUBLISHED
                 yield Point(series, name, _share(row["KV cache"]), _increase(row["increase"]))
 
 
@@ -77,7 +80,7 @@ def _formats(records: Records) -> Iterator[Point]:
             continue  # the same conversion
         elif cache == "f16":
             yield Point(FEWER_HEADS, model, share, increase)
-        elif converted.get(recipe) != PUBLISHED:
+        elif converted.get(recipe) not in (PUBLISHED, PUBLISHED_FITTED):
             yield Point(BOTH, f"{model}, {cache}", share, increase)
 
 
@@ -103,7 +106,7 @@ def draw(points: list[Point]) -> Figure:
         axes.plot([point.share for point in of_series], heights, ls="", clip_on=False, zorder=3, **style)
         handles[series] = Line2D([], [], ls="", **style)
         for point, height in zip(of_series, heights, strict=True):
-            if series in (ORIGINAL, PUBLISHED):
+            if series in (ORIGINAL, PUBLISHED, PUBLISHED_FITTED):
                 axes.annotate(
                     point.label,
                     (point.share, height),

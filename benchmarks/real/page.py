@@ -97,7 +97,8 @@ ABOUT = {
     "original on fresh tokens of it, all weights at 1e-4.",
     "learning_rates": "The 24 steps of a trial of the search below, at each of three rates: from it the search takes "
     "the rate of averaged heads (`gqa`), of least squares, and of heads that are fitted (`headfold_gqa`).",
-    "search": f"`headfold search configs/smollm2.yaml`: trials by Ray Tune, each trained by Ray Train and DeepSpeed "
+    "search": "`headfold search configs/smollm2.yaml model.path=SmolLM2-135M-Instruct.Q4_1.gguf` (and "
+    f"`train.dtype=bf16` on CPUs that multiply it): trials by Ray Tune, each trained by Ray Train and DeepSpeed "
     f"towards the original's predictions. {_SEARCH_TEXT} Each arm has the rate that is best "
     "for its kind of conversion above, of which that of `gqa` is unstable at a third of the heads "
     "([log](../benchmarks/LOG.md)). *copy*: the same model as that of an earlier trial, whose result it takes.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
@@ -125,6 +125,15 @@ class CandidateSpace:
     """A `JointSpace` with two more decisions: the learning rate and the objective of training.
 
     A point is decided one domain at a time.
+
+    Attributes:
+        joint: Of the recipe and the KV ratio.
+        learning_rates: To draw from.
+        seed: Of what is drawn.
+        distillations: To draw from.
+        distillation_weight: In the loss.
+        arms: Names of the configured recipes, each with the digest of its recipe.
+        several_seeds: Whether arms have more seeds than the one of what is drawn.
     """
 
     joint: JointSpace
@@ -132,6 +141,8 @@ class CandidateSpace:
     seed: int = 0
     distillations: Sequence[str] = ()
     distillation_weight: float = 1.0
+    arms: Mapping[str, str] = field(default_factory=dict)
+    several_seeds: bool = False
 
     def next(self, point: Mapping[str, Any]) -> Domain | None:
         """Return the next decision, or None when the point is complete."""
@@ -174,9 +185,16 @@ class CandidateSpace:
         return self.decide(choose)
 
     def candidate(self, point: Mapping[str, Any]) -> Candidate:
-        """Return the candidate of a complete point; without a name it is called by its digest."""
+        """Return the candidate of a complete point.
+
+        It has the name of its recipe in the catalogue, or else one by its digest. Trials of one
+        name are compared as one arm: a drawn one may not have that of another recipe's arm, nor,
+        with one seed, join a comparison over several.
+        """
         recipe, kv_ratio = self.joint.to_recipe(point)
-        if recipe.name not in RECIPES:
+        unlike_arm = self.arms.get(recipe.name, recipe.digest) != recipe.digest
+        lone = self.several_seeds and recipe.name not in self.arms
+        if recipe.name not in RECIPES or unlike_arm or lone:
             recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
         used = (
             None
@@ -472,6 +490,8 @@ def candidate_space(
         config.seeds[0],
         section.distillations,
         config.train.distillation_weight,
+        arms={arm.name: _recipe(config, arm).digest for arm in config.arms},
+        several_seeds=len(config.seeds) > 1,
     )
 
 

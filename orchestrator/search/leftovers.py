@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import SearchConfig
+from orchestrator.config.schema import ConfigError, SearchConfig
 from orchestrator.search.callbacks import DriverCallback
 from orchestrator.storage.journal import History, read_history
 from orchestrator.storage.paths import SearchFolder
@@ -59,6 +59,28 @@ def open_trials(folder: SearchFolder, config: SearchConfig) -> set[str]:
     history = read_history(folder.journal)
     retryable = {trial for trial, end in history.ends.items() if end["lost"]}
     return {*history.open, *retryable, *finalists(list(history.records.values()), config)}
+
+
+def check_weights(folder: SearchFolder, config: SearchConfig) -> None:
+    """Raise ConfigError if the promotion would select trials whose weights have been removed.
+
+    That is where a search with `promotion.keep_weights: finalists` is resumed with another
+    promotion.
+    """
+    history = read_history(folder.journal)
+    weights = ("converted", "trained", "trained.best")
+    missing = [
+        trial_id
+        for trial_id in sorted(finalists(list(history.records.values()), config))
+        if trial_id in history.ends
+        and not any((folder.trial(trial_id) / name).exists() for name in weights)
+    ]
+    if config.promotion.enabled and missing:
+        raise ConfigError(
+            f"promotion: as it is now, it selects {', '.join(missing)}, whose weights were removed "
+            "(promotion.keep_weights: finalists keeps those that the promotion of that time would "
+            "select); resume the search with its own promotion, or with promotion.enabled=false"
+        )
 
 
 def remove_leftovers(

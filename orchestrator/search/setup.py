@@ -22,6 +22,7 @@ from orchestrator.search.candidates import (
     searcher_settings,
 )
 from orchestrator.search.searchers import SearchProblem, make_searcher
+from orchestrator.search.trials.context import relaxation_sequences
 from orchestrator.storage.paths import storage_path
 
 
@@ -146,6 +147,10 @@ class SearchSetup:
             left = never_stopped + stoppable * config.rungs.reduction_factor**-rung
             tokens += left * (after - before) * step_tokens
             measured += left * config.data.eval.tokens
+        steps, batch = config.rungs.steps, config.train.batch_size
+        relaxed = length * sum(
+            relaxation_sequences(each.recipe, steps, batch) for each in problem.named
+        )
         phases = search_phase_candidates(config, problem.named)
         phase_steps = sum(each.recipe.knobs("objective")["steps"] for each in phases)
         promotion = config.promotion
@@ -160,8 +165,8 @@ class SearchSetup:
             trials=trials,
             probes=probes,
             trainings=trainings,
-            tokens=round(tokens) + promoted,
-            tokens_most=(trials - probes) * config.rungs.steps[-1] * step_tokens + promoted,
+            tokens=round(tokens) + relaxed + promoted,
+            tokens_most=(trials - probes) * steps[-1] * step_tokens + relaxed + promoted,
             tokens_promoted=promoted,
             tokens_measured=round(measured),
             search_phases=len(phases),

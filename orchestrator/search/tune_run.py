@@ -40,17 +40,20 @@ from orchestrator.search.trials.context import SearchSession
 from orchestrator.search.trials.conversions import ConversionLibrary
 from orchestrator.search.trials.trial import run_trial, trained
 from orchestrator.search.validation import Prepared
-from orchestrator.storage.journal import Journal, JournalError, unwritable
+from orchestrator.storage.journal import INTERRUPT, Journal, JournalError, unwritable
 from orchestrator.storage.json_files import read_json
 from orchestrator.tracking.wandb_trials import wandb_callback
 from orchestrator.training.run import checkpoint_step
 
 
-def run_trials(session: SearchSession, prepared: Prepared) -> None:
+def run_trials(session: SearchSession, prepared: Prepared) -> bool:
     """Run the trials, or continue those of an interrupted search.
 
     The results are in the folder's journal. Ctrl-C stops Tune in an orderly way: the open trials
     are marked as killed.
+
+    Returns:
+        Whether all trials have ended, and the search was not interrupted.
 
     Raises:
         JournalError: If the journal cannot be written, as on a full disk; everything up to then
@@ -90,7 +93,7 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     log.catch_up()
     if len(history.configs) == searcher.total and not history.open:
         ConversionLibrary.of_search(folder.root).remove()
-        return  # resumed, and only the promotion remains
+        return True  # resumed, and only the promotion remains
     replay(history, copying, scheduler)
     decided = JournaledScheduler(scheduler, journal)
     _quiet(session.parallel)
@@ -101,13 +104,8 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     if config.tracking.wandb is not None:
         identity = read_json(folder.origin)["id"][:8]
         callbacks.append(wandb_callback(config.tracking.wandb, folder.root.name, identity))
-    tuner = _tuner(
-        session,
-        JournaledSearch(copying, decided, journal, reached),
-        decided,
-        callbacks,
-        log.expected,
-    )
+    search = JournaledSearch(copying, decided, journal, reached)
+    tuner = _tuner(session, search, decided, callbacks, log.expected)
     done, total = log.rungs
     try:
         with stage("trials", total, "rungs", start=done) as log.stage:
@@ -126,6 +124,9 @@ def run_trials(session: SearchSession, prepared: Prepared) -> None:
     remove_leftovers(config, folder, history)
     if journal.failed is not None:
         raise JournalError(journal.failed)
+    if not search.is_finished() and not history.interrupted:
+        journal.append(INTERRUPT)  # between two trials: none was open to be marked
+    return not history.interrupted
 
 
 def run_tuner(tuner: tune.Tuner) -> tune.ResultGrid:
@@ -161,7 +162,9 @@ def _tuner(
             search_alg=search,
             scheduler=scheduler,
             num_samples=trials,
-            reuse_actors=not stops_in_training(session.config),
+            reuse_actors=not stops_in_training(
+                session.config, pooled=session.context.pool is not None
+            ),
             trial_name_creator=lambda trial: trial.trial_id,
             trial_dirname_creator=lambda trial: trial.trial_id,
         ),
@@ -185,14 +188,22 @@ def _trial_resources(
     )
 
 
-def stops_in_training(config: SearchConfig) -> bool:
+def stops_in_training(config: SearchConfig, *, pooled: bool) -> bool:
     """Whether a trial may be stopped while its workers train.
 
     Else its process, with torch and the original model loaded, takes the next trial. A trial that
     still waits for workers must not be stopped: Tune gives it two seconds to end, then silently
     drops the *next* trial [ray 2.60].
+
+    Args:
+        config: The configuration.
+        pooled: Whether the trial's workers are those of a pool, which a trial leaves at once. Else
+            a loss that is not finite, which stops a trial at any rung, may stop it within.
     """
-    return config.rungs.stop and len(config.rungs.steps) > 2
+    rungs = config.rungs
+    if not pooled and len(rungs.steps) > 1:
+        return True
+    return rungs.stop and len(rungs.steps) > 2
 
 
 def _quiet(parallel: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,11 +31,13 @@ from orchestrator.search.schedulers import SCHEDULERS
 from orchestrator.search.searchers import SearchProblem, make_searcher
 from orchestrator.search.setup import SearchSetup
 from orchestrator.search.texts import SearchTexts
+from orchestrator.search.trials.context import relaxation_changes, relaxation_sequences
 from orchestrator.serving.decode_times import TOKENS
 from orchestrator.serving.engine import EngineError
 from orchestrator.serving.engines import engine
 from orchestrator.storage.paths import check_writable, storage_path
 from orchestrator.tracking.wandb_trials import check_wandb
+from search_spaces.recipes.recipe import Recipe
 from trainers.settings import TrainSettings
 
 
@@ -136,6 +139,20 @@ def check_recoveries(setup: SearchSetup) -> None:
         parse_section(TrainSettings, train | changes, f"train {where}")
         if promotion.enabled and promotion.steps:
             parse_section(TrainSettings, train | changes | promotion.train, f"promotion {where}")
+        if candidate.recipe.relaxation != "none":
+            relaxed = relaxation_changes(candidate.recipe.knobs("relaxation"))
+            where = f"with search.recipes: {candidate.recipe.name} (relaxation: {shown(relaxed)})"
+            parse_section(TrainSettings, train | changes | relaxed, f"train {where}")
+    if setup.problem.samples:
+        prefix = "relaxation."
+        drawn = {
+            name.removeprefix(prefix): value
+            for name, value in setup.config.search.params.items()
+            if name.startswith(prefix)
+        }
+        relaxed = relaxation_changes(drawn)
+        where = f"with search.params (relaxation: {shown(relaxed)})"
+        parse_section(TrainSettings, train | relaxed, f"train {where}")
 
 
 def check_accelerators(setup: SearchSetup) -> None:
@@ -162,16 +179,24 @@ def check_scheduler(config: SearchConfig) -> None:
         raise ConfigError(f"rungs.{key}: {error}") from None
 
 
-def check_epochs(config: SearchConfig) -> None:
+def check_epochs(config: SearchConfig, recipes: Iterable[Recipe] = ()) -> None:
     """Raise ConfigError if the longest training reads a text more often than `data.max_epochs`.
 
     The longest training goes to the last rung and through the promotion.
+
+    Args:
+        config: The configuration.
+        recipes: Of the candidates, whose relaxations may have another batch size.
     """
     length, section = config.data.sequence_length, config.promotion
-    needed, promoted = config.rungs.steps[-1] * config.train.batch_size, 0
+    steps, batch = config.rungs.steps, config.train.batch_size
+    relaxed = max((relaxation_sequences(recipe, steps, batch) for recipe in recipes), default=0)
+    needed, promoted = steps[-1] * batch + max(0, relaxed), 0
     if section.enabled:
         promoted = section.steps * config.promotion_train.batch_size
-    steps = "rungs.steps"
+    words = "rungs.steps"
+    if relaxed > 0:
+        words = "rungs.steps, with the relaxation.batch_size of search.recipes,"
     if section.data is not None:
         _check_epochs(
             config,
@@ -181,8 +206,8 @@ def check_epochs(config: SearchConfig) -> None:
             section.data.tokens // length,
         )
     elif promoted:
-        needed, steps = needed + promoted, "rungs.steps and promotion.steps"
-    _check_epochs(config, "data.train.tokens", steps, needed, config.data.train.tokens // length)
+        needed, words = needed + promoted, f"{words} and promotion.steps"
+    _check_epochs(config, "data.train.tokens", words, needed, config.data.train.tokens // length)
 
 
 def check_gpus(config: SearchConfig) -> None:

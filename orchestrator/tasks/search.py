@@ -58,7 +58,7 @@ class Search(Task[SearchOptions, Mapping[str, Any]]):
 
         config = open_models(self.config, weights=False)
         setup = rehearse_search(config).setup
-        check_epochs(config)
+        check_epochs(config, (each.recipe for each in setup.problem.named))
         check_gpus(config)
         storage, parallel = storage_path(config.storage), local_parallel(config)
         estimate = estimate_search(setup, storage, parallel=parallel)

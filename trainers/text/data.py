@@ -142,8 +142,8 @@ class TextCut:
         if most is not None and self.tokens > max(most, SMALL_TEXT):
             raise DataError(
                 f"{self.source}: {self.split} needs {self.tokens} tokens, and all its text has "
-                f"{most} at most; ask for "
-                "fewer tokens or give more text"
+                f"{most} at most; ask for fewer tokens (--{self.split}-tokens, "
+                f"data.{self.split}.tokens) or give more text"
             )
 
     def folder(

@@ -164,6 +164,8 @@ class GGUFFile:
                 )
             settings["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
             settings["mlp_bias"] = "blk.0.ffn_up.bias" in self._tensors
+            if fields.get("model_type") == "mistral":  # by its name; its class has a window
+                settings["sliding_window"] = None
         if architecture == "stablelm" and "blk.0.attn_q_norm.weight" in self._tensors:
             raise CheckpointError(
                 f"{str(self.path)!r} normalises queries and keys, which is not read from a GGUF "
@@ -225,7 +227,7 @@ class GGUFFile:
                 f"give the checkpoint "
                 "that it was made from"
             )
-        return {}
+        return {"rope_theta": base} if architecture == "stablelm" else {}
 
     def _write_tokenizer(self, folder: Path) -> None:
         if self.field("tokenizer.ggml.model", "none") == "none":

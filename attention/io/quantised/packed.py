@@ -243,7 +243,7 @@ def _check_formats(folder: Path, settings: Mapping[str, Any]) -> None:
 def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the group that a module's weights belong to.
 
-    The only one, or the one that names it.
+    The only one, or the one that names it, or else that of all linear modules.
     """
     groups = [
         group
@@ -260,7 +260,8 @@ def _weights_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
                     else module.endswith(target)
                 ):
                     return group.get("weights") or {}
-    return (groups[0].get("weights") if groups else None) or {}
+    of_all = [group for group in groups if "Linear" in (group.get("targets") or ())]
+    return next((group.get("weights") for group in (*of_all, *groups)), None) or {}
 
 
 def _compressed(

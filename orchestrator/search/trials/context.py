@@ -252,6 +252,25 @@ def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:
     return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
 
 
+def relaxation_changes(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training settings that a relaxation with these knobs changes for its steps."""
+    changes = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
+    return changes | {"tuning": "full"} if changes else {}
+
+
+def relaxation_sequences(recipe: Recipe, rungs: Sequence[int], batch_size: int) -> int:
+    """Return how many more sequences a trial reads than one without a relaxation.
+
+    Args:
+        recipe: Of the trial.
+        rungs: Steps of the rungs.
+        batch_size: Of the training.
+    """
+    if not (steps := relaxation_steps(recipe, rungs)):
+        return 0
+    return steps * ((recipe.knobs("relaxation").get("batch_size") or batch_size) - batch_size)
+
+
 def unfinished_relaxations(recipes: Iterable[Recipe], rungs: Sequence[int]) -> list[str]:
     """Return cause and remedy for each recipe whose relaxation cannot end by the last rung."""
     foreseen = []
@@ -293,7 +312,7 @@ def relaxation_spec(
 
     Args:
         plan: As JSON.
-        steps: At most.
+        steps: At most, and at least 1; first stages that would have none are left out.
         settings: Of the trial's training, of which the recipe may change batch and rate for the
             relaxation.
         kv_map: Of the checkpoint; stages that would fuse no more than it does are left out.
@@ -305,17 +324,15 @@ def relaxation_spec(
         start = replace(goal, layers=layers)
         coarser = (p for p in plans[:-1] if p.layers != layers and is_coarser(start, p))
         plans = (*coarser, goal)
+    plans = plans[-steps:]  # a stage takes a step at least
     knobs = recipe.knobs("relaxation")
-    changed = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
     changed_settings = None
-    if settings is not None and changed:
-        changed_settings = TrainSettings.model_validate(
-            settings.model_dump() | changed | {"tuning": "full"}
-        )
+    if settings is not None and (changes := relaxation_changes(knobs)):
+        changed_settings = TrainSettings.model_validate(settings.model_dump() | changes)
     return RelaxationSpec(
         recipe.relaxation,
         tuple(p.to_json() for p in plans),
-        max(1, steps // len(plans)),
+        steps // len(plans),
         {name: value for name, value in knobs.items() if name not in SETUP_KNOBS},
         changed_settings,
         own_schedule=knobs.get("own_schedule", False),

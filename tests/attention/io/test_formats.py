@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention.calibration.calibrate import calibrate
-from attention.conversion.convert import convert
+from attention.conversion.convert import build, convert
 from attention.io import checkpoint, export
 from attention.io.files import write_whole
+from attention.io.piecewise import outline
 from attention.io.precision import DtypeError, cast_weights, own_dtype, round_weights
 from attention.io.shards import write_shard
 from attention.io.stock_form import format_of
@@ -200,8 +201,13 @@ def test_what_chooses_experts_stays_in_float32(family: str, tiny_model: Tiny, tm
     round_weights(model, torch.bfloat16)
     cast_weights(model, torch.bfloat16)
     assert torch.equal(model.get_buffer(name), before) and model.lm_head.weight.dtype == torch.bfloat16
-    back = checkpoint.load(checkpoint.save(model, tmp_path / "saved"), torch.float32)
-    assert torch.equal(back.get_buffer(name), before)
+    folder = checkpoint.save(model, tmp_path / "saved")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(checkpoint.load(folder, dtype).get_buffer(name), before)
+    outlined, _ = outline(folder, torch.bfloat16)
+    assert torch.equal(outlined.get_buffer(name), before)
+    plan = AttentionPlan.identity(2, 4, 8)
+    assert build(checkpoint.load_config(folder), plan, torch.bfloat16).get_buffer(name).dtype == torch.float32
 
 
 def test_the_names_of_code_that_is_not_copied_are_left_out(tiny_model: Tiny) -> None:

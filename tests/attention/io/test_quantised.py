@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from attention.families import geometry_of
+from attention.families import geometry_of, window_of
 from attention.io import checkpoint
 from attention.io.export import export, probe
 from attention.io.quantised.gguf_file import GGUFFile, llama3_rope
@@ -23,6 +23,7 @@ from attention.io.quantised.plain_copy import plain_checkpoint
 from attention.io.safetensors_files import INDEX, SINGLE
 from attention.io.sources import CheckpointError, source_name
 from attention.io.targets._gguf.vocabulary import pre_tokenizer, split_rule
+from attention.io.targets.gqa import stock_config
 from attention.io.weights import WeightsError
 
 DEMO = Path(__file__).resolve().parents[3] / "examples" / "stdlib-llama"
@@ -112,6 +113,32 @@ def test_settings_that_transformers_leaves_out_come_back(
 ) -> None:
     _, file = written("qwen3_moe", "float32", moe_intermediate_size=24)
     assert checkpoint.load_config(opened(file, tmp_path)).moe_intermediate_size == 24
+
+
+def with_field(file: Path, name: str, value: str | float) -> Path:
+    """A copy of a GGUF file with another field."""
+    import gguf
+    from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
+
+    reader, changed = gguf.GGUFReader(file), file.with_name("changed.gguf")
+    architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+    kind = gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.FLOAT32
+    writer = gguf.GGUFWriter(changed, architecture)
+    copy_with_new_metadata(reader, writer, {name: MetadataDetails(kind, value)}, [])
+    return changed
+
+
+def test_a_name_gives_a_llama_no_window(written: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    """transformers reads one called mistral as a Mistral, which has a window of 4,096 tokens by default."""
+    _, file = written("llama", "float32")
+    config = checkpoint.load_config(opened(with_field(file, "general.name", "mistral"), tmp_path))
+    assert (config.model_type, window_of(config)) == ("mistral", 0)
+
+
+def test_the_base_of_rope_of_a_stablelm_comes_back(written: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    _, file = written("stablelm", "float32", qk_layernorm=False)
+    config = checkpoint.load_config(opened(with_field(file, "stablelm.rope.freq_base", 1e6), tmp_path))
+    assert config.rope_parameters["rope_theta"] == 1e6
 
 
 @pytest.mark.parametrize("flag", [None, False])
@@ -439,9 +466,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("symmetric", "groups"), [(True, 1), (False, 1), (True, 2)])
 def test_packed_integers_with_a_scale_of_each_group(
-    bits: int, symmetric: bool, tiny_model: Tiny, tmp_path: Path
+    bits: int, symmetric: bool, groups: int, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     size, half, created = 8, 2 ** (bits - 1), {}
 
@@ -459,6 +486,11 @@ def test_packed_integers_with_a_scale_of_each_group(
         return packed | zeros | {f"{stem}.weight_shape": torch.tensor([rows, columns])}
 
     settings = group(num_bits=bits, type="int", strategy="group", group_size=size, symmetric=symmetric)
+    if groups == 2:  # that of all linear modules comes after one of some
+        other = {"num_bits": 12 - bits, "type": "int", "strategy": "group", "group_size": 4 * size}
+        linear = settings["config_groups"]["group_0"]
+        some = {"targets": ["re:.*lm_head"], "weights": other}
+        settings["config_groups"] = {"group_0": some, "group_1": linear}
     folder = quantised(tiny_model, tmp_path / "model", settings | {"format": "pack-quantized"}, change)
     copy = opened(folder, tmp_path, dequantize=True)
     after = stored(copy)
@@ -590,6 +622,17 @@ def test_a_llama_of_odd_width_is_a_mistral(tmp_path: Path) -> None:
     assert torch.equal(probe(checkpoint.load(folder, torch.float32)), probe(model.eval()))
     with pytest.raises(CheckpointError, match="no biases"):
         checkpoint.load_config(configured(tmp_path / "biased", **fields, attention_bias=True))
+    fields = {"hidden_size": 36, "num_attention_heads": 10, "num_key_value_heads": None, "head_dim": 4}
+    assert checkpoint.load_config(configured(tmp_path / "heads", **fields)).num_key_value_heads == 10
+
+
+def test_a_window_that_the_class_of_a_llama_ignores_is_none(tmp_path: Path) -> None:
+    """As models have it that were made into a Llama."""
+    config = checkpoint.load_config(configured(tmp_path / "made", sliding_window=4096))
+    assert (config.model_type, window_of(config)) == ("llama", 0)
+    heads = config.num_attention_heads + 1  # of a padded plan: the width is no multiple of them
+    config.sliding_window = 4096
+    assert stock_config(config, heads, heads).sliding_window is None
 
 
 def test_settings_of_single_layers_are_refused(tmp_path: Path) -> None:

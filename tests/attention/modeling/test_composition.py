@@ -468,8 +468,11 @@ def test_an_export_without_key_side_refuses_a_static_cache_too(tiny_model, tmp_p
         loaded.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="static")
 
 
-def test_an_export_generates_with_a_static_cache_of_unequal_counts(tiny_model, tmp_path: Path) -> None:
-    checkpoint.save(convert(tiny_model("llama"), AttentionPlan(MAPS, 8)), tmp_path / "model")
+@pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("mistral", {"sliding_window": 5})])
+def test_an_export_generates_with_a_static_cache_of_unequal_counts(
+    family: str, settings: dict, tiny_model, tmp_path: Path
+) -> None:
+    checkpoint.save(convert(tiny_model(family, **settings), AttentionPlan(MAPS, 8)), tmp_path / "model")
     export(tmp_path / "model", "transformers", tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     ids, settings = torch.arange(4)[None], {"max_new_tokens": 6, "do_sample": False}

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameters import extended
+from transformers import StaticCache
 
 from attention.conversion.convert import assemble, lift
 from attention.families import families, geometry_of
@@ -14,6 +15,7 @@ from attention.heads import LayerHeads
 from attention.modeling.decoding import HeadMaps, HeadSlots, decode
 from attention.modeling.grouped import cache_bytes
 from attention.modeling.growing_cache import cache_argument
+from attention.modeling.model_classes import plan_of
 from attention.plan import AttentionPlan, LayerPlan
 from attention.plan_parts import dense
 
@@ -120,6 +122,15 @@ def test_generates_as_the_expanded_model_with_padding(models, name: str, how: di
     torch.manual_seed(3)
     other = expanded.generate(x, **common, **how)
     assert torch.equal(one, other)
+
+
+@torch.no_grad()
+def test_a_static_cache_of_the_caller_takes_unequal_counts(models) -> None:
+    model, _, _ = models["decoupled"]
+    assert any(layer.key_heads != layer.value_heads for layer in plan_of(model).layers)
+    x, common = tokens(1, 12), {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    assert torch.equal(model.generate(x, past_key_values=cache, **common), model.generate(x, **common))
 
 
 @torch.no_grad()

@@ -148,6 +148,8 @@ def test_stages_of_two_four_eight(context: TrialContext, tmp_path: Path, demo_mo
         [0, 0, 0, 0, 1, 1, 1, 1],
         [0] * 8,
     ]
+    two = relaxation_spec(recipe("dha", **{"relaxation.halving": True}), plan.to_json(), 2)
+    assert (two.plans, two.total_steps) == (spec.plans[1:], 2), "a stage takes a step at least"
     assert spec.steps == 20 and spec.total_steps == 60
 
 

@@ -15,6 +15,7 @@ from orchestrator.search.candidates import Candidate, candidate_space, named_can
 from orchestrator.storage.records import TrialRecord
 from orchestrator.storage.trial_names import name_trials
 from search_spaces.recipes.catalogue import recipe
+from search_spaces.space.domains import FIELD_ORDER
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,23 @@ def test_a_searcher_draws_an_objective_where_there_are_several(geometry: HeadGeo
     assert "distillation" not in point
     assert dict(one.candidate(point).recipe.settings)["recovery.distillation"] == "kl"
     assert one.locate(one.candidate(point)) == point
+
+
+def test_what_is_drawn_joins_no_arm_of_another_recipe_and_no_comparison_over_seeds(geometry: HeadGeometry) -> None:
+    """Trials of one name are compared as one arm."""
+
+    def drawn(*arms: Any, **changes: Any) -> str:
+        settings = config(*arms, searcher="random", num_samples=1, **changes)
+        fields = recipe("least_squares").to_dict()
+        point = {name: value for name, value in fields.items() if name in FIELD_ORDER} | {"kv_ratio": 0.25}
+        candidate = candidate_space(settings, geometry).candidate(point)
+        assert candidate.recipe.digest == recipe("least_squares").digest
+        return candidate.recipe.name
+
+    other = {"recipe": "least_squares", "label": "least_squares", "changes": {"refinement": "fit_heal"}}
+    assert drawn("gqa") == drawn("least_squares") == drawn("least_squares", seeds=[0, 1]) == "least_squares"
+    assert drawn("gqa", seeds=[0, 1]).startswith("joint-")
+    assert drawn(other).startswith("joint-")
 
 
 def test_an_objective_that_there_is_not_is_refused() -> None:

@@ -96,9 +96,13 @@ def make_busy() -> Any:
 
 def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
     demo = "configs/demo.yaml"
-    assert stops_in_training(read_search_config(demo))
-    assert not stops_in_training(read_search_config(demo, ["rungs.stop=false"]))
-    assert not stops_in_training(read_search_config(demo, ["rungs.steps=[0,8]"])), "stopped before the workers start"
+    assert stops_in_training(read_search_config(demo), pooled=True)
+    never = read_search_config(demo, ["rungs.stop=false"])
+    assert not stops_in_training(never, pooled=True)
+    assert stops_in_training(never, pooled=False), "a loss that is not finite stops a trial all the same"
+    two = read_search_config(demo, ["rungs.steps=[0,8]"])
+    assert not stops_in_training(two, pooled=True), "stopped before the workers start"
+    assert not stops_in_training(read_search_config(demo, ["rungs.steps=[0]"]), pooled=False), "nothing trains"
 
 
 @pytest.mark.extended
@@ -106,7 +110,7 @@ def test_a_search_that_stops_in_training_gives_each_trial_a_process() -> None:
 @pytest.mark.timeout(180)
 def test_the_trial_after_one_stopped_in_training_has_its_turn(tmp_path: Path, ray_cluster: None) -> None:
     losses = [[5.0, 4.0, 3.0], [5.0, 9.0, 9.0], [5.0, 3.0, 2.0]]
-    reuse_actors = not stops_in_training(read_search_config("configs/demo.yaml"))
+    reuse_actors = not stops_in_training(read_search_config("configs/demo.yaml"), pooled=True)
     tuner = tune.Tuner(
         tune.with_resources(make_busy(), {"CPU": 0.5}),
         tune_config=tune_config([{"losses": own} for own in losses], "asha", 1, tmp_path, reuse_actors),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import ConfigError, parse_config, read_search_config
+from orchestrator.search.setup import SearchSetup
 from orchestrator.search.validation import check_epochs, check_gpus, validate_search
 from orchestrator.storage.paths import SearchFolder, storage_path
 from orchestrator.tasks.search import split_overrides
@@ -61,6 +62,18 @@ def arm(**fields: Any) -> dict[str, Any]:
                 | {"search_space": {"relaxation": ["none", "lagrangian"]}}
             },
             ["search.params: relaxation.steps", "rungs.steps", "1000000"],
+        ),
+        (
+            arm(recipe="dha", params={"relaxation.batch_size": 6}) | {"train": {"micro_batch_size": 4}},
+            ["search.recipes: dha", "relaxation", "6", "micro_batch_size", "4"],
+        ),
+        (
+            {
+                "search": {"searcher": "random", "num_samples": 2, "params": {"relaxation.batch_size": 6}}
+                | {"search_space": {"relaxation": ["none", "lagrangian"]}},
+                "train": {"micro_batch_size": 4},
+            },
+            ["search.params", "relaxation", "6", "micro_batch_size", "4"],
         ),
         (arm(recipe="gqa", budget=[1.0]), ["search.recipes.1.budget", "kv_ratios", "params"]),
         ({"model": {"teacher": "/no/such/teacher"}}, ["model.teacher", "/no/such/teacher"]),
@@ -164,6 +177,26 @@ def test_a_text_is_trained_on_once_unless_more_is_requested(demo_dir: Path, tmp_
         )
     check(3, 0, train={"tokens": 768})
     check(3, 0, max_epochs=2)
+
+
+def test_a_relaxation_with_a_larger_batch_counts_in_what_is_read(demo_dir: Path, tmp_path: Path) -> None:
+    """Of 4 steps the relaxation takes 2, of 16 sequences instead of 8: 48 of the 40 that there are."""
+    arms = [{"recipe": "dha", "params": {"relaxation.batch_size": 16, "relaxation.fraction": 0.5}}]
+    sections = {
+        "data": SMALL | {"train": {"tokens": 40 * 32}},
+        "search": {"recipes": arms, "kv_ratios": [0.5]},
+        "rungs": {"steps": [0, 4]},
+        "promotion": {"enabled": False},
+    }
+    config = parse_config(record(demo_dir, tmp_path, **sections))
+    setup = SearchSetup.open(config)
+    check_epochs(config)
+    with pytest.raises(ConfigError, match="relaxation.batch_size of search.recipes.* take 1536 tokens") as caught:
+        check_epochs(config, (candidate.recipe for candidate in setup.problem.named))
+    assert "set data.train.tokens to 1536" in str(caught.value)
+    arms[0]["params"].pop("relaxation.batch_size")
+    alike = SearchSetup.open(parse_config(record(demo_dir, tmp_path, **sections)))
+    assert setup.work.tokens - alike.work.tokens == 2 * 8 * 32, "the estimate counts them"
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.rglob("*.yaml")), ids=lambda file: file.stem)

@@ -79,6 +79,12 @@ class UnevenStaticLayer(StaticLayer):
                 torch._dynamo.mark_static_address(self.values)
 
 
+SlidingLayer: Any = getattr(cache_utils, "StaticSlidingWindowLayer", None)
+UNEVEN: dict[Any, Any] = {StaticLayer: UnevenStaticLayer}
+if SlidingLayer is not None and issubclass(SlidingLayer, StaticLayer):
+    UNEVEN[SlidingLayer] = type("UnevenSlidingLayer", (UnevenStaticLayer, SlidingLayer), {})
+
+
 class HeadMapsForCausalLM(LlamaForCausalLM):
     config_class = HeadMapsConfig
     _supports_attention_backend = True
@@ -104,8 +110,7 @@ class HeadMapsForCausalLM(LlamaForCausalLM):
     def _prepare_static_cache(self, *args: Any, **named: Any) -> Any:
         static = super()._prepare_static_cache(*args, **named)  # type: ignore[misc]
         for layer in static.layers:
-            if type(layer) is StaticLayer:
-                layer.__class__ = UnevenStaticLayer
+            layer.__class__ = UNEVEN.get(type(layer), type(layer))
         return static
 
     def _get_static_cache_init_shape(self) -> None:
