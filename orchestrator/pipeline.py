@@ -115,8 +115,8 @@ def search(
         if stored is None or stored.promotion != config.promotion:  # all others stay as they were
             check_epochs(config, (each.recipe for each in prepared.problem.named))
             check_gpus(config)
-            if folder is not None:
-                check_weights(folder, config)
+        if folder is not None:  # an earlier resumption may have had another promotion
+            check_weights(folder, config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:

@@ -230,7 +230,11 @@ def prepare_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     cache = cache_in(kwargs)
     if isinstance(cache, Cache) and module.layer_idx < len(cache.layers):
         layer = cache.layers[module.layer_idx]
-        if type(layer) in UNEVEN and not layer.is_initialized:
+        if (
+            type(layer) in UNEVEN
+            and not layer.is_initialized
+            and not torch.compiler.is_compiling()  # which cannot change a class
+        ):
             layer.__class__ = UNEVEN[type(layer)]
 
 

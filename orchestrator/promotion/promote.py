@@ -61,6 +61,7 @@ from orchestrator.storage.trust import check_origin
 from orchestrator.tracking.run_metadata import shared_metadata
 from orchestrator.tracking.runs import Tracker
 from orchestrator.tracking.sync import MlflowSync, TrackedRun, parent_run
+from search_spaces.recipes.recipe import Recipe
 
 
 def promote_search(
@@ -88,7 +89,7 @@ def promote_search(
     settings = list(overrides)
     folder, config, chosen = _request(search, ids, top, settings)
     config = _with_promotion(open_models(config))
-    _check_training(config)
+    _check_training(config, chosen)
     prepared = validate_search(config)
     with (
         mirrored(folder.address or str(folder.storage), folder.storage, side=sync_from) as mirror,
@@ -141,7 +142,7 @@ def rehearse_promotion(
     """
     folder, config, chosen = _request(search, trials, top, overrides)
     config = _with_promotion(open_models(config, weights=False))
-    _check_training(config)
+    _check_training(config, chosen)
     prepared = rehearse_search(config)
     state = PromotionState.load(folder.promotion)
     total = config.rungs.steps[-1] + config.promotion.steps
@@ -231,11 +232,11 @@ def _with_promotion(config: SearchConfig) -> SearchConfig:
     return config.model_copy(update={"promotion": promotion})
 
 
-def _check_training(config: SearchConfig) -> None:
+def _check_training(config: SearchConfig, chosen: Sequence[TrialRecord]) -> None:
     """Raise ConfigError where the text does not suffice for the promotion, or GPUs would idle."""
     check_gpus(config)
     try:
-        check_epochs(config)
+        check_epochs(config, (Recipe.from_dict(trial.choices) for trial in chosen))
     except ConfigError as error:
         raise ConfigError(
             f"{error}; for a search that has run, fewer promotion.steps, or another text "

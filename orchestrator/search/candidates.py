@@ -193,8 +193,7 @@ class CandidateSpace:
         """
         recipe, kv_ratio = self.joint.to_recipe(point)
         unlike_arm = self.arms.get(recipe.name, recipe.digest) != recipe.digest
-        lone = self.several_seeds and recipe.name not in self.arms
-        if recipe.name not in RECIPES or unlike_arm or lone:
+        if recipe.name not in RECIPES or unlike_arm or self.several_seeds:
             recipe = replace(recipe, name=f"joint-{recipe.digest[:6]}")
         used = (
             None

@@ -64,8 +64,7 @@ def open_trials(folder: SearchFolder, config: SearchConfig) -> set[str]:
 def check_weights(folder: SearchFolder, config: SearchConfig) -> None:
     """Raise ConfigError if the promotion would select trials whose weights have been removed.
 
-    That is where a search with `promotion.keep_weights: finalists` is resumed with another
-    promotion.
+    That is where a search had another promotion before, with `keep_weights: finalists`.
     """
     history = read_history(folder.journal)
     weights = ("converted", "trained", "trained.best")
@@ -79,7 +78,7 @@ def check_weights(folder: SearchFolder, config: SearchConfig) -> None:
         raise ConfigError(
             f"promotion: as it is now, it selects {', '.join(missing)}, whose weights were removed "
             "(promotion.keep_weights: finalists keeps those that the promotion of that time would "
-            "select); resume the search with its own promotion, or with promotion.enabled=false"
+            "select); resume the search with that promotion, or with promotion.enabled=false"
         )
 
 

@@ -196,7 +196,7 @@ def check_epochs(config: SearchConfig, recipes: Iterable[Recipe] = ()) -> None:
         promoted = section.steps * config.promotion_train.batch_size
     words = "rungs.steps"
     if relaxed > 0:
-        words = "rungs.steps, with the relaxation.batch_size of search.recipes,"
+        words = "rungs.steps and the larger relaxation.batch_size of search.recipes"
     if section.data is not None:
         _check_epochs(
             config,
@@ -206,7 +206,8 @@ def check_epochs(config: SearchConfig, recipes: Iterable[Recipe] = ()) -> None:
             section.data.tokens // length,
         )
     elif promoted:
-        needed, words = needed + promoted, f"{words} and promotion.steps"
+        joint = ", and" if relaxed > 0 else " and"
+        needed, words = needed + promoted, f"{words}{joint} promotion.steps"
     _check_epochs(config, "data.train.tokens", words, needed, config.data.train.tokens // length)
 
 
@@ -222,7 +223,7 @@ def _check_epochs(config: SearchConfig, key: str, steps: str, needed: int, there
     length, most = config.data.sequence_length, config.data.max_epochs
     if needed > most * there:
         raise ConfigError(
-            f"{key}: {steps} (each of train.batch_size sequences of data.sequence_length {length}) "
+            f"{key}: {steps} (train.batch_size sequences of data.sequence_length {length} a step) "
             f"take {needed * length} tokens, {needed / there:.3g} times the {there * length} of "
             f"the text; set {key} to {math.ceil(needed / most) * length}, or data.max_epochs to "
             f"{math.ceil(needed / there)} to train on the same text again"

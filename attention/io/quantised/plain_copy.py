@@ -32,8 +32,8 @@ from attention.io.stock_files import GENERATION, TOKENIZER_FILES, copy_files
 from attention.io.weights import METHODS
 
 # Of a copy: another one is made anew
-_GGUF_FORMAT = 2
-_SAFETENSORS_FORMAT = 1
+_GGUF_FORMAT = 3
+_SAFETENSORS_FORMAT = 2
 _GIGA = 2.0**30
 HEADERS = ["*.json", "*.jinja", "*.model*", "*.txt", "*.tiktoken"]
 WEIGHTS = "*.safetensors"

@@ -171,7 +171,7 @@ def test_a_text_is_trained_on_once_unless_more_is_requested(demo_dir: Path, tmp_
         with pytest.raises(ConfigError) as caught:
             check(steps, promoted)
         assert str(caught.value) == (
-            f"data.train.tokens: {keys} (each of train.batch_size sequences of data.sequence_length 32) "
+            f"data.train.tokens: {keys} (train.batch_size sequences of data.sequence_length 32 a step) "
             "take 768 tokens, 1.2 times the 640 of the text; set data.train.tokens to 768, or "
             "data.max_epochs to 2 to train on the same text again"
         )
