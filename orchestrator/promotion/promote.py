@@ -236,7 +236,7 @@ def _check_training(config: SearchConfig, chosen: Sequence[TrialRecord]) -> None
     """Raise ConfigError where the text does not suffice for the promotion, or GPUs would idle."""
     check_gpus(config)
     try:
-        check_epochs(config, (Recipe.from_dict(trial.choices) for trial in chosen))
+        check_epochs(config, (Recipe.from_dict(t.choices) for t in chosen if t.choices))
     except ConfigError as error:
         raise ConfigError(
             f"{error}; for a search that has run, fewer promotion.steps, or another text "

@@ -63,7 +63,8 @@ def compare(model: Any, teacher: Any, ids: Tensor, distillation: str, positions:
     slopes = gradients(model, expected)
     with at_once(positions):
         result = objective(distillation, 0.3, teacher)(model, ids)
-        assert result.item() == pytest.approx(expected.item(), abs=tolerance)
+        # Numbers of float32 near 19, as kl_bild has them, are 2e-6 apart
+        assert result.item() == pytest.approx(expected.item(), abs=tolerance * (1 + abs(expected.item())))
         again = gradients(model, result)
     assert set(again) == set(slopes) == {name for name, _ in model.named_parameters()}
     for name, slope in slopes.items():

@@ -20,7 +20,8 @@ from orchestrator.storage.paths import SearchFolder
 def test_the_search_is_interrupted_although_no_trial_is_open(
     demo_dir: Path, tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small_search(demo_dir, tmp_path, rungs={"steps": [0]}, promotion={"steps": 0})
+    arms = {"recipes": ["gqa"], "kv_ratios": [0.5, 0.25]}
+    config = small_search(demo_dir, tmp_path, search=arms, rungs={"steps": [0]}, promotion={"enabled": False})
     real, sent = Cleaning.on_step_end, []
 
     def interrupting(self: Cleaning, iteration: int, trials: list, **info: Any) -> None:
@@ -31,7 +32,7 @@ def test_the_search_is_interrupted_although_no_trial_is_open(
 
     monkeypatch.setattr(Cleaning, "on_step_end", interrupting)
     first = search(config)
-    assert sent and first.interrupted and first.exit_code == 130 and not first.promotion
+    assert sent and first.interrupted and first.exit_code == 130
     folder = SearchFolder(first.folder)
     assert len(first.trials) == 1 and read_history(folder.journal).interrupted
     assert "ended" not in folder.read_state()
@@ -39,4 +40,3 @@ def test_the_search_is_interrupted_although_no_trial_is_open(
     monkeypatch.setattr(Cleaning, "on_step_end", real)
     rest = search(config, resume=True)
     assert (rest.folder, rest.interrupted, len(rest.trials)) == (first.folder, False, 2)
-    assert rest.promotion
