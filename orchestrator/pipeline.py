@@ -34,7 +34,7 @@ from orchestrator.reporting.figures.search import front_figure, rungs_figure
 from orchestrator.reporting.pages.report_page import write_report
 from orchestrator.reporting.status import search_seconds
 from orchestrator.search.estimate import announce, check_disk
-from orchestrator.search.leftovers import check_weights, open_trials
+from orchestrator.search.leftovers import check_promotable_weights, open_trials
 from orchestrator.search.outcome import SearchOutcome, print_outcome
 from orchestrator.search.prepare import (
     check_texts,
@@ -116,7 +116,7 @@ def search(
             check_epochs(config, (each.recipe for each in prepared.problem.named))
             check_gpus(config)
         if folder is not None:  # an earlier resumption may have had another promotion
-            check_weights(folder, config)
+            check_promotable_weights(folder, config)
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
         opened = Tracker.open(uri, config.tracking.experiment, storage) if folder is None else None
         with connected() as nodes:

@@ -61,7 +61,7 @@ def open_trials(folder: SearchFolder, config: SearchConfig) -> set[str]:
     return {*history.open, *retryable, *finalists(list(history.records.values()), config)}
 
 
-def check_weights(folder: SearchFolder, config: SearchConfig) -> None:
+def check_promotable_weights(folder: SearchFolder, config: SearchConfig) -> None:
     """Raise ConfigError if the promotion would select trials whose weights have been removed.
 
     That is where a search had another promotion before, with `keep_weights: finalists`.

@@ -142,7 +142,7 @@ def check_recoveries(setup: SearchSetup) -> None:
         if candidate.recipe.relaxation != "none":
             relaxed = relaxation_changes(candidate.recipe.knobs("relaxation"))
             where = f"with search.recipes: {candidate.recipe.name} (relaxation: {shown(relaxed)})"
-            parse_section(TrainSettings, train | changes | relaxed, f"train {where}")
+            parse_section(TrainSettings, {**train, **changes, **relaxed}, f"train {where}")
     if setup.problem.samples:
         prefix = "relaxation."
         drawn = {
@@ -152,7 +152,7 @@ def check_recoveries(setup: SearchSetup) -> None:
         }
         relaxed = relaxation_changes(drawn)
         where = f"with search.params (relaxation: {shown(relaxed)})"
-        parse_section(TrainSettings, train | relaxed, f"train {where}")
+        parse_section(TrainSettings, {**train, **relaxed}, f"train {where}")
 
 
 def check_accelerators(setup: SearchSetup) -> None:

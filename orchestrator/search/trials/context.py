@@ -252,14 +252,14 @@ def relaxation_steps(recipe: Recipe, rungs: Sequence[int]) -> int:
     return total if fraction == 1 else min(total - 1, max(1, round(fraction * total)))
 
 
-def relaxation_changes(knobs: Mapping[str, Any]) -> dict[str, Any]:
+def relaxation_changes(knobs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the training settings that a relaxation with these knobs changes for its steps."""
     changes = {name: knobs[name] for name in ("batch_size", "learning_rate") if knobs.get(name)}
     return changes | {"tuning": "full"} if changes else {}
 
 
 def relaxation_sequences(recipe: Recipe, rungs: Sequence[int], batch_size: int) -> int:
-    """Return how many more sequences a trial reads than one without a relaxation.
+    """Return the number of sequences that a trial reads beyond those of one without a relaxation.
 
     Args:
         recipe: Of the trial.
@@ -328,7 +328,7 @@ def relaxation_spec(
     knobs = recipe.knobs("relaxation")
     changed_settings = None
     if settings is not None and (changes := relaxation_changes(knobs)):
-        changed_settings = TrainSettings.model_validate(settings.model_dump() | changes)
+        changed_settings = TrainSettings.model_validate({**settings.model_dump(), **changes})
     return RelaxationSpec(
         recipe.relaxation,
         tuple(p.to_json() for p in plans),

@@ -18,7 +18,7 @@ from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from benchmarks.needs.alone import Alone
 from orchestrator.config.schema import ConfigError, SearchConfig, parse_config
-from orchestrator.search.leftovers import Cleaning, check_weights, finalists, remove_leftovers
+from orchestrator.search.leftovers import Cleaning, check_promotable_weights, finalists, remove_leftovers
 from orchestrator.storage.journal import ADVANCE, END, Journal, read_history
 from orchestrator.storage.paths import SearchFolder
 from orchestrator.storage.records import COPY, DONE, FAILED, RUNNING, STOPPED, WAITING, TrialRecord
@@ -154,12 +154,12 @@ def test_another_promotion_may_not_select_what_has_lost_its_weights(folder: Sear
         section = CONFIG.promotion.model_copy(update={"keep_weights": "finalists"} | changes)
         return CONFIG.model_copy(update={"promotion": section})
 
-    check_weights(folder, promoting(top=3))  # nothing has been removed
+    check_promotable_weights(folder, promoting(top=3))  # nothing has been removed
     clean(folder, promoting())
-    check_weights(folder, promoting())
-    check_weights(folder, promoting(top=3, enabled=False))
+    check_promotable_weights(folder, promoting())
+    check_promotable_weights(folder, promoting(top=3, enabled=False))
     with pytest.raises(ConfigError, match="selects stopped, worse, whose weights were removed"):
-        check_weights(folder, promoting(top=3))
+        check_promotable_weights(folder, promoting(top=3))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
