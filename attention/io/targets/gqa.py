@@ -66,7 +66,8 @@ def stock_config(config: Any, heads: int, kv_heads: int) -> PretrainedConfig:
         _check_mistral(config, heads)
         for name in checkpoint.LLAMA_ONLY:  # off, and unknown to Mistral
             fields.pop(name, None)
-        return MistralConfig(**(fields | {"sliding_window": None}))
+        fields["sliding_window"] = None
+        return MistralConfig(**fields)
     way_out = "choose a plan with equal groups, or export to target transformers"
     if geometry.whole_norm:
         raise TargetError(
