@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LOCK = threading.RLock()  # the environment is of the process, not of the thread
+# By variable, since the environment is of the process: a request to a server that sets one does not
+# hold up work that sets another.
+_LOCKS: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
 
 
 @contextmanager
 def environment_variable(name: str, value: str) -> Iterator[None]:
     """Set an environment variable for the body, and restore it after that.
 
-    One thread at a time is in such a body.
+    One thread at a time is in such a body of the same variable.
     """
-    with _LOCK:
+    with _LOCKS[name]:
         before = os.environ.get(name)
         os.environ[name] = value
         try:

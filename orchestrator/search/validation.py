@@ -139,8 +139,7 @@ def check_recoveries(setup: SearchSetup) -> None:
         parse_section(TrainSettings, train | changes, f"train {where}")
         if promotion.enabled and promotion.steps:
             parse_section(TrainSettings, train | changes | promotion.train, f"promotion {where}")
-        if candidate.recipe.relaxation != "none":
-            relaxed = relaxation_changes(candidate.recipe.knobs("relaxation"))
+        if relaxed := relaxation_changes(candidate.recipe.knobs("relaxation")):
             where = f"with search.recipes: {candidate.recipe.name} (relaxation: {shown(relaxed)})"
             parse_section(TrainSettings, {**train, **changes, **relaxed}, f"train {where}")
     if setup.problem.samples:
@@ -190,12 +189,12 @@ def check_epochs(config: SearchConfig, recipes: Iterable[Recipe] = ()) -> None:
     """
     length, section = config.data.sequence_length, config.promotion
     steps, batch = config.rungs.steps, config.train.batch_size
-    relaxed = max((relaxation_sequences(recipe, steps, batch) for recipe in recipes), default=0)
-    needed, promoted = steps[-1] * batch + max(0, relaxed), 0
+    relaxed = max((0, *(relaxation_sequences(recipe, steps, batch) for recipe in recipes)))
+    needed, promoted = steps[-1] * batch + relaxed, 0
     if section.enabled:
         promoted = section.steps * config.promotion_train.batch_size
     words = "rungs.steps"
-    if relaxed > 0:
+    if relaxed:
         words = "rungs.steps and the larger relaxation.batch_size of search.recipes"
     if section.data is not None:
         _check_epochs(
@@ -206,7 +205,7 @@ def check_epochs(config: SearchConfig, recipes: Iterable[Recipe] = ()) -> None:
             section.data.tokens // length,
         )
     elif promoted:
-        joint = ", and" if relaxed > 0 else " and"
+        joint = ", and" if relaxed else " and"
         needed, words = needed + promoted, f"{words}{joint} promotion.steps"
     _check_epochs(config, "data.train.tokens", words, needed, config.data.train.tokens // length)
 
