@@ -24,7 +24,7 @@ from orchestrator.resources.accelerators import conversion_rate, memory_of
 from orchestrator.resources.size import Conversion, Size
 from orchestrator.resources.time import START_SECONDS, operations
 from search_spaces.recipes.catalogue import RECIPES
-from search_spaces.recipes.choice import ENGINE_NAMES, choose_recipe
+from search_spaces.recipes.choice import ENGINE_NAMES, choose_recipe, limited_geometry
 
 FOLDER = "../configs/recipes"
 GPU = "H100"
@@ -120,7 +120,9 @@ def _notes(model: str, config: PretrainedConfig) -> list[str]:
     engines = ", ".join(ENGINE_NAMES[engine] for engine in choice.engines)
     shape: Any = SimpleNamespace(config=config, geometry=geometry)  # of a checkpoint
     competing = competing_recipes(shape, RECIPES[choice.recipe], ConvertOptions(model=model, kv_ratio=RATIO))
-    names = [recipe.name for recipe in equal_budgets(competing, RATIO, shape)]
+    forms = [choice.forms[engine] for engine in choice.engines]
+    limited = limited_geometry(RECIPES[choice.recipe], geometry, forms)
+    names = [recipe.name for recipe in equal_budgets(competing, RATIO, limited)]
     takes = f"takes the recipe {names[0]}" if len(names) == 1 else f"takes {' or '.join(names)}, by short fits of both"
     lines = [
         f"headfold convert --model {model} --kv-ratio {RATIO} {takes}: {choice.reason}.",

@@ -8,7 +8,7 @@ from typing import Any
 
 from attention.families import families, geometry_of
 from attention.geometry import HeadGeometry
-from attention.io.layers.windows import check_windows
+from attention.io.layers.windows import stand_alone
 from attention.io.targets import TargetError, target
 from attention.plan import AttentionPlan, LayerPlan
 from search_spaces.recipes.choice import ENGINE_NAMES, choose_recipe
@@ -84,11 +84,7 @@ def engine_support(config: Any, names: tuple[str, ...]) -> str:
 def row(config: Any) -> tuple[str, ...]:
     """Describe a family: how keys are fused, whether layer by layer, and what each engine supports."""
     geometry = geometry_of(config)
-    layerwise = "yes"
-    try:
-        check_windows(config)
-    except ValueError:
-        layerwise = "no"
+    layerwise = "yes" if stand_alone(config) else "no"
     keys = _keys(geometry)
     return (keys, layerwise, *(engine_support(config, names) for names in ENGINES.values()))
 

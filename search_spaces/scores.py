@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -269,10 +270,8 @@ class LayerOutputScore:
 def _norms(module: Any) -> tuple[Norm, Norm]:
     names = ("q_norm", "k_norm") if hasattr(module, "q_norm") else ("q_layernorm", "k_layernorm")
 
-    def in_float(norm: Norm) -> Norm:
-        return lambda x: norm(x).float()
-
-    query, key = (in_float(getattr(module, name)) for name in names)
+    # Copies in float32, as what they get: LayerNorm on a GPU does not mix dtypes
+    query, key = (deepcopy(getattr(module, name)).float() for name in names)
     return query, key
 
 

@@ -186,7 +186,6 @@ class _Stepper:
             self._scale /= 2
             loss, norm = self._gradients(batch, loss_fn)
         if not math.isfinite(norm):
-            self._optimizer.zero_grad()
             return math.nan
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.rate(self._done, self._total)
@@ -201,11 +200,13 @@ class _Stepper:
 
     def _gradients(self, batch: Tensor, loss_fn: LossFunction) -> tuple[float, float]:
         """Give the float32 copies their clipped gradients; return the loss and the norm before."""
+        self._optimizer.zero_grad()
         loss = loss_fn(self._model, batch.to(self._device))
         (loss * self._scale).backward()
         for master, parameter in zip(self._masters, self._trained, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float() / self._scale
+            if parameter.grad is not None:
+                gradient = parameter.grad.float() / self._scale
                 parameter.grad = None
+                master.grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)
         return loss.item(), norm.item()

@@ -154,7 +154,7 @@ class _Stage(WorkerShare):
             start = 0
             if state_folder is not None:
                 start = self._resume(engine, state_folder)
-                self.store.release()
+            self.store.release()
             self.store.expected_bytes = engine.checkpoint_bytes
             minutes = self.job.checkpoint_minutes
             self.timer = CheckpointTimer(self.store, self.link, minutes, engine.device)

@@ -31,7 +31,7 @@ if not torch.accelerator.is_available():
 import deepspeed
 import deepspeed.ops
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, real_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from attention.base.environment import environment_variable
 from attention.base.messages import reason
 from attention.io import checkpoint, piecewise
 from attention.io.layers.windows import LazyWeights
@@ -82,6 +83,25 @@ def check_deepspeed(settings: TrainSettings) -> None:
         Exception
     ) as error:  # its own errors, assertions, and any error caused by a value of the wrong type
         raise ValueError(f"train.deepspeed: {reason(error)}") from None
+
+
+@contextmanager
+def computing_on(device: torch.device | str) -> Iterator[None]:
+    """Make DeepSpeed compute on a device while the body runs.
+
+    It takes a GPU by itself wherever there is one.
+    """
+    chosen = torch.device(device)
+    before = real_accelerator.ds_accelerator
+    with (
+        environment_variable("DS_ACCELERATOR", chosen.type),
+        environment_variable("LOCAL_RANK", str(chosen.index or 0)),
+    ):
+        real_accelerator.ds_accelerator = None  # it looks once [0.19]
+        try:
+            yield
+        finally:
+            real_accelerator.ds_accelerator = before
 
 
 def group_of_one() -> None:

@@ -171,7 +171,7 @@ def attach(module: nn.Module, plan: LayerPlan) -> None:
     """
     device = next(module.parameters()).device
     scaling = getattr(module, "scaling", None)
-    if isinstance(scaling, float):
+    if isinstance(scaling, int | float):  # a config may have a whole number
         # Of the logits of m d dims, as a stock module of that head dim has it
         before = getattr(module, "key_width", 1)
         module.scaling = scaling * (before / plan.key_width) ** 0.5  # type: ignore[assignment]

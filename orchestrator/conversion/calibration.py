@@ -52,10 +52,12 @@ from attention.calibration.store import (
 from attention.checkpoint import Checkpoint
 from attention.geometry import HeadGeometry
 from attention.io import checkpoint
-from attention.io.layers.windows import LazyWeights, check_windows, embed
+from attention.io.layers.windows import LazyWeights, embed, stand_alone
 from attention.io.precision import DTYPES
 from attention.modeling.running import layer_batch
 from orchestrator import checkpoints
+from orchestrator.resources.memory import available_bytes
+from orchestrator.resources.size import Size
 from trainers.settings import threads_of
 
 if TYPE_CHECKING:
@@ -114,9 +116,7 @@ class CalibrationPass:
             sampled: Number of sequences whose inputs are stored.
         """
         config = self.model.config
-        try:
-            check_windows(config)
-        except ValueError:  # its layers cannot stand alone
+        if not stand_alone(config):
             model = checkpoints.load_working(self.model, self.dtype, self.device)
             yield from collect(model, sequences, sampled=sampled, mixed=self.mixed)
             return
@@ -200,7 +200,7 @@ def checkpoint_calibration(
         device: The device to compute on.
         weights: Digest of the checkpoint's weights, where it is known.
         mixed: How the mixed moments are stored; by default the most exact way for which half of the
-            free disk is enough.
+            free disk is enough, and of the free memory where layers cannot stand alone.
         workers: Ray actors to share the pass, of a checkpoint that `is_shared`. This process then
             waits for them and must hold nothing that they need.
 
@@ -218,7 +218,15 @@ def checkpoint_calibration(
             return stored
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache_dir).free
-    mixed = mixed or choose_mixed(opened.geometry, sequences.numel(), free, sequences.shape[1])
+    in_memory = not stand_alone(opened.config)  # the model, and the sums of all layers at once
+    if in_memory and (memory := available_bytes()):
+        if checkpoints.device_of(device).type == "cpu":
+            working = DTYPES[checkpoints.working_dtype(dtype, device)]
+            memory -= working.itemsize * Size.of(opened.config).total
+        free = min(free, max(memory, 1))
+    mixed = mixed or choose_mixed(
+        opened.geometry, sequences.numel(), free, sequences.shape[1], in_memory=in_memory
+    )
     task = CalibrationPass(opened, dtype, device, mixed)
     return _calibrate(task, sequences, weights, cache_dir, workers)
 
@@ -247,13 +255,7 @@ def is_shared(model: Checkpoint, sequences: Tensor) -> bool:
     """Return whether a pass over `sequences` is worth several processes, and can have them."""
     geometry = model.geometry
     size = layer_bytes(geometry, sequences.numel(), length=sequences.shape[1])
-    if geometry.num_layers * size < SHARED_BYTES:
-        return False
-    try:
-        check_windows(model.config)
-    except ValueError:
-        return False
-    return True
+    return geometry.num_layers * size >= SHARED_BYTES and stand_alone(model.config)
 
 
 def _counted(layers: Iterable[_T], progress: ProgressStage) -> Iterator[_T]:

@@ -101,6 +101,7 @@ def measure(
     rate: float,
     seed: int,
     loss_fn: LossFunction | None = None,
+    device: torch.device | str = "cpu",
 ) -> Distances:
     """Run the search phase on `model` in this process.
 
@@ -112,12 +113,15 @@ def measure(
         rate: Learning rate of the distances.
         seed: Of the training.
         loss_fn: Language modelling by default.
+        device: What to compute on.
     """
     from trainers.fusion_search import search_distances
+    from trainers.zero import computing_on
 
-    by_side = search_distances(
-        model, sequences, settings, steps=steps, rate=rate, seed=seed, loss_fn=loss_fn
-    )
+    with computing_on(device):
+        by_side = search_distances(
+            model, sequences, settings, steps=steps, rate=rate, seed=seed, loss_fn=loss_fn
+        )
     return {side: distances.float().numpy() for side, distances in by_side.items()}
 
 
@@ -152,7 +156,16 @@ def _measure_to(phase: SearchPhase, file: str) -> None:
     model = checkpoints.load_model(phase.model, settings.dtype)
     sequences = read_sequences(phase.train_file)
     loss_fn = objective(**packed_text(settings, phase.model))
-    distances = measure(model, sequences, settings, phase.steps, phase.rate, phase.seed, loss_fn)
+    distances = measure(
+        model,
+        sequences,
+        settings,
+        phase.steps,
+        phase.rate,
+        phase.seed,
+        loss_fn,
+        settings.shape.device,
+    )
     write(distances, file)
 
 

@@ -213,4 +213,12 @@ def _fusion_distances(
     with request.phases("search phase"):
         knobs = request.recipe.knobs("objective")
         training = search_phase_settings(*sequences.shape)
-        return measure(original, sequences, training, knobs["steps"], knobs["rate"], request.seed)
+        return measure(
+            original,
+            sequences,
+            training,
+            knobs["steps"],
+            knobs["rate"],
+            request.seed,
+            device=checkpoints.device_of(request.device),
+        )

@@ -186,8 +186,11 @@ def _ratios_of_bytes(
 
 def chosen_recipe(
     checkpoint: Checkpoint, recipe: str | Recipe, engine: str | None, settings: Mapping[str, Any]
-) -> Recipe:
+) -> tuple[Recipe, HeadGeometry]:
     """Return the recipe to convert by, and report on stderr what `auto` stands for.
+
+    With it the checkpoint's geometry, limited to the head counts that `engine` holds, or those
+    engines that `auto` chooses for.
 
     Args:
         checkpoint: What is converted.
@@ -204,7 +207,7 @@ def chosen_recipe(
     if isinstance(recipe, str) and recipe != choice.AUTO_RECIPE:
         named = named_recipe(recipe, **settings)
     if isinstance(named, Recipe) and engine is None:
-        return named
+        return named, checkpoint.geometry
     best = choice.choose_recipe(checkpoint.config, checkpoint.geometry, engine)
     if not isinstance(named, Recipe):
         print(
@@ -218,7 +221,9 @@ def chosen_recipe(
             f"for: {choice.ENGINE_NAMES[engine]} cannot load what recipe {named.name} makes of "
             f"this checkpoint: {reasons[0]}; take --recipe {best.recipe}, or leave out --for"
         )
-    return named
+    engines = best.engines if engine is None else (engine,)
+    forms = [best.forms[name] for name in engines]
+    return named, choice.limited_geometry(named, checkpoint.geometry, forms)
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,7 @@ class ConversionRequest:
 
     Attributes:
         checkpoint: What is converted.
+        geometry: Its layers and heads, with the head counts that may be chosen.
         recipe: How.
         kv_ratios: Requested shares of the checkpoint's KV cache, each a ceiling (see `budget`).
         tokenizer: That of the checkpoint; None where only the config was checked.
@@ -236,6 +242,7 @@ class ConversionRequest:
     """
 
     checkpoint: Checkpoint
+    geometry: HeadGeometry
     recipe: Recipe
     kv_ratios: tuple[float, ...]
     tokenizer: Any
@@ -253,6 +260,7 @@ class ConversionRequest:
         *,
         key: str = "model",
         config_only: bool = False,
+        geometry: HeadGeometry | None = None,
     ) -> ConversionRequest:
         """Check all that can be checked before texts and weights are read.
 
@@ -266,6 +274,7 @@ class ConversionRequest:
             options: Texts, dtype, device.
             key: The option by which the user has named the checkpoint.
             config_only: Whether there need be neither weights nor a tokenizer.
+            geometry: The checkpoint's with fewer head counts, if an engine limits them.
 
         Raises:
             ConfigError: For what a user can mend.
@@ -289,11 +298,12 @@ class ConversionRequest:
         if reasons := refused_by_family(recipe.to_dict(), checkpoint.geometry):
             raise ConfigError(f"recipe: {recipe.name}: {'; '.join(reasons)}")
         dtype = checkpoints.written_dtype(checkpoint, options.dtype)
+        geometry = geometry or checkpoint.geometry
         for ratio in kv_ratios:
-            _check_ratio(checkpoint, recipe, ratio, dtype, options)
+            _check_ratio(geometry, recipe, ratio, dtype, options)
         checkpoints.device_of(options.device)
         tokenizer = None if config_only else checkpoints.load_tokenizer(checkpoint)
-        return cls(checkpoint, recipe, tuple(kv_ratios), tokenizer, dtype, options)
+        return cls(checkpoint, geometry, recipe, tuple(kv_ratios), tokenizer, dtype, options)
 
     @property
     def polish(self) -> PolishOptions:
@@ -322,10 +332,6 @@ class ConversionRequest:
     @property
     def config(self) -> PretrainedConfig:
         return self.checkpoint.config
-
-    @property
-    def geometry(self) -> HeadGeometry:
-        return self.checkpoint.geometry
 
     def budget(self, kv_ratio: float) -> Fraction:
         """Return the share of the checkpoint's KV heads to use where `kv_ratio` is requested."""
@@ -453,10 +459,9 @@ class ConversionRequest:
 
 
 def _check_ratio(
-    checkpoint: Checkpoint, recipe: Recipe, ratio: float, dtype: str, options: ConversionOptions
+    geometry: HeadGeometry, recipe: Recipe, ratio: float, dtype: str, options: ConversionOptions
 ) -> None:
     """Raise ConfigError for a ratio that changes nothing, or that the recipe cannot meet."""
-    geometry = checkpoint.geometry
     unit = options.unit
     if reason := keeps_everything(recipe.sharing, recipe.composition, ratio):
         raise ConfigError(f"{KEYS[unit]}: {reason}; {own_cache(geometry, dtype)}")

@@ -18,6 +18,7 @@ from attention.base.text import number
 from attention.cache_formats import CachePair
 from attention.checkpoint import Checkpoint
 from attention.engine_cache import engine_cache, with_engine_heads
+from attention.geometry import HeadGeometry
 from attention.io.precision import round_weights
 from orchestrator.config.options import ConvertOptions
 from orchestrator.conversion.execution import refine_with, steps_of_layers
@@ -107,13 +108,12 @@ def competing_recipes(
 
 
 def equal_budgets(
-    recipes: Sequence[Recipe], kv_ratio: float, checkpoint: Checkpoint
+    recipes: Sequence[Recipe], kv_ratio: float, geometry: HeadGeometry
 ) -> list[Recipe]:
     """Return those of the recipes that have as large a plan at a KV ratio as the first one.
 
     One with a smaller plan would be compared at fewer bytes.
     """
-    geometry = checkpoint.geometry
     first, *others = recipes
     budget = nearest_budget(first, kv_ratio, geometry)
     equal = [first]

@@ -107,9 +107,11 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         """The conversion, checked once."""
         options = self.options
         checkpoint = self._checkpoint
-        recipe = chosen_recipe(checkpoint, options.recipe, options.engine, options.recipe_settings)
+        recipe, geometry = chosen_recipe(
+            checkpoint, options.recipe, options.engine, options.recipe_settings
+        )
         if self.budget is not None:
-            ratios = self.budget.kv_ratios(recipe, checkpoint.geometry)
+            ratios = self.budget.kv_ratios(recipe, geometry)
             # From here on, ratios are of heads
             options = replace(options, kv_bytes=None, kv_ratio=ratios)
         else:
@@ -138,6 +140,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             ratios,
             options,
             config_only=self.config_only,
+            geometry=geometry,
         )
         if options.layerwise:
             check_layerwise(recipe, checkpoint.config)
@@ -185,7 +188,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         pairs = [
             (recipe, ratio)
             for ratio in request.kv_ratios
-            for recipe in equal_budgets(self.competing, ratio, request.checkpoint)
+            for recipe in equal_budgets(self.competing, ratio, request.geometry)
         ]
         return pairs if len(pairs) > 1 else []
 
@@ -311,7 +314,7 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
             The loss increase of each by a short fit; empty if there is only one.
         """
         request = self.request
-        recipes = equal_budgets(self.competing, kv_ratio, request.checkpoint)
+        recipes = equal_budgets(self.competing, kv_ratio, request.geometry)
         if len(recipes) == 1:
             return {}
         with request.phases("compare"):

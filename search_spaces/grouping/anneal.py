@@ -134,10 +134,12 @@ def anneal(
     Raises:
         ValueError: For an impossible number of groups or schedule.
     """
-    if not (0 < cooling < 1 and end_temperature > 0 and moves > 0 and restarts > 0):
+    cools = 0 < cooling < 1 and 0 < end_temperature < start_temperature
+    if not (cools and moves > 0 and restarts > 0):
         raise ValueError(
-            "annealing needs 0 < cooling < 1, end_temperature > 0, moves > 0 and restarts > 0, got "
-            f"{cooling}, {end_temperature}, {moves}, {restarts}"
+            "annealing needs 0 < cooling < 1, 0 < end_temperature < start_temperature, moves > 0 "
+            f"and restarts > 0, got {cooling}, {end_temperature}, {start_temperature}, {moves}, "
+            f"{restarts}"
         )
     group_cost = as_cost(cost)
     unit = 1.0

@@ -5,7 +5,7 @@ Which plans of the named recipes each engine supports, and the best recipe for i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,27 @@ def refusals(recipe: Recipe, forms: list[EngineForm]) -> list[str]:
     """
     reasons = [form.refusals(vars(recipe), equal_groups=recipe.equal_groups) for form in forms]
     return min(reasons, key=bool)
+
+
+def limited_geometry(
+    recipe: Recipe, geometry: HeadGeometry, engines: Iterable[list[EngineForm]]
+) -> HeadGeometry:
+    """Return the geometry with the head counts that all of these engines hold of a recipe.
+
+    Args:
+        recipe: The recipe.
+        geometry: Of the checkpoint.
+        engines: Of each engine the forms of the export targets that it loads.
+    """
+    for forms in engines:
+        holding = [
+            form
+            for form in forms
+            if not form.refusals(vars(recipe), equal_groups=recipe.equal_groups)
+        ]
+        if holding and not any(form.limited(geometry) == geometry for form in holding):
+            geometry = holding[0].limited(geometry)
+    return geometry
 
 
 def engines_of(recipe: Recipe, forms: Mapping[str, list[EngineForm]]) -> tuple[str, ...]:

@@ -6,10 +6,12 @@ Declared once: recipes refuse it, and the joint space never proposes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
 from attention.geometry import HeadGeometry
+from attention.plan import Composition, PlanError
 from search_spaces.axes import ALLOCATION, GROUPING, OBJECTIVE, SHARING, SIMILARITY
 
 Rule = tuple[tuple[str, ...], Callable[..., str | None]]
@@ -47,6 +49,17 @@ def refused_by_family(record: Mapping[str, Any], geometry: HeadGeometry) -> list
         reasons.append(
             f"composition={record['composition']} has no form for layers with a sliding window, "
             f"as this {geometry.family} has"
+        )
+    groups = dict(record.get("settings", ())).get("composition.groups", 1)
+    if geometry.num_heads % groups:
+        reasons.append(
+            f"composition.groups must divide the {geometry.num_heads} query heads, got {groups}"
+        )
+    width = record.get("width", 1)
+    if geometry.value_norm and isinstance(width, int) and width > 1:
+        reasons.append(
+            f"width={width} has no form for {geometry.family}, whose values pass a norm "
+            "after their projection; leave width at 1"
         )
     return reasons
 
@@ -233,7 +246,36 @@ def _no_stages(relaxation: str, settings: Iterable[tuple[str, Any]]) -> str | No
     return None
 
 
+def _does_not_cool(grouping: str, settings: Iterable[tuple[str, Any]]) -> str | None:
+    if grouping != "anneal":
+        return None
+    defaults = {f"grouping.{knob.name}": knob.default for knob in GROUPING.get(grouping).knobs}
+    values = {**defaults, **dict(settings)}
+    start = values["grouping.start_temperature"]
+    end = values["grouping.end_temperature"]
+    if start > end:
+        return None
+    return (
+        "grouping.start_temperature must be more than grouping.end_temperature, got "
+        f"{start:g} and {end:g}"
+    )
+
+
+def _composes_nothing(composition: str, settings: Iterable[tuple[str, Any]]) -> str | None:
+    if composition == "none":
+        return None
+    chosen = {name.removeprefix("composition."): value for name, value in dict(settings).items()}
+    known = {field.name for field in fields(Composition)}
+    try:
+        Composition(**{name: value for name, value in chosen.items() if name in known})
+    except PlanError as error:
+        return str(error)
+    return None
+
+
 RULES: tuple[Rule, ...] = (
+    (("grouping", "settings"), _does_not_cool),
+    (("composition", "settings"), _composes_nothing),
     (("relaxation", "settings"), _no_stages),
     (("width", "fusion"), _wide),
     (("width", "allocation"), _wide_counts),

@@ -132,6 +132,7 @@ class JointSpace:
             if name not in self.choices:
                 self._options[name] = (plain,)
         self._check_settings()
+        self._check_options()
         for ratio in () if self.strict else self.kv_ratios:
             if not self._can_finish({"kv_ratio": ratio}):
                 self._ceilings.add(ratio)
@@ -236,9 +237,10 @@ class JointSpace:
 
     def _broken(self, full: SpacePoint) -> list[str]:
         """Why these choices cannot be; empty if they can."""
-        reasons = broken_rules(full) + _twice_the_same(full) + _too_dear(full)
+        record = {**full, "settings": self._fixed(full)}
+        reasons = broken_rules(record) + _twice_the_same(full) + _too_dear(full)
         if self.geometry is not None:
-            reasons += refused_by_family(full, self.geometry)
+            reasons += refused_by_family(record, self.geometry)
         if self.engine is not None:
             equal = "grouping" in full and makes_equal_groups(full["grouping"], self.settings)
             reasons += self.engine.refusals(full, equal_groups=equal)
@@ -334,6 +336,15 @@ class JointSpace:
         )
         kind = "bool" if name == "together" else "choice"
         return Domain(label, name, kind, choices=tuple(allowed), default=allowed[0])
+
+    def _check_options(self) -> None:
+        """Raise ValueError if no choice of a field is possible, whatever the others are."""
+        for name, options in self._options.items():
+            reasons = ["; ".join(self._broken({name: option})) for option in options]
+            if reasons and all(reasons):
+                raise ValueError(
+                    f"nothing can be proposed for {name} in {list(options)}: {reasons[0]}"
+                )
 
     def _check_settings(self) -> None:
         for name, value in self.settings.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from decay import groups_by_decay
+from deepspeed.accelerator import get_accelerator, real_accelerator
 from parameters import extended
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from trainers.loop import TrainingDiverged, train_model
 from trainers.losses import objective
 from trainers.settings import TrainSettings
 from trainers.text.data import BatchStream, load_sequences
+from trainers.zero import computing_on
 
 STEPS = 6
 KINDS = [
@@ -37,6 +40,18 @@ KINDS = [
     extended(3, "bfloat16"),
 ]
 PLAN = AttentionPlan((LayerPlan((0, 0, 1, 1), (0, 1, 1, 0)), LayerPlan((0, 1, 2, 3), (0, 0, 0, 0))), head_dim=8)
+
+
+def test_the_device_is_the_requested_one_whatever_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed looks once what there is, and would take a GPU by itself."""
+    other = object()
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", other)
+    with computing_on("cpu"):
+        assert get_accelerator().device_name() == "cpu"
+    with computing_on("cuda:1"):
+        assert os.environ["DS_ACCELERATOR"] == "cuda" and os.environ["LOCAL_RANK"] == "1"
+    assert get_accelerator() is other and os.environ["DS_ACCELERATOR"] == "cuda"
 
 
 @pytest.fixture(scope="module")

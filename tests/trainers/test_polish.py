@@ -100,6 +100,34 @@ def test_small_steps_are_not_lost_in_16_bits(pair: tuple[Any, Any], monkeypatch:
         assert gained(dtype) > 0.5 * whole
 
 
+def test_float32_weights_of_a_16_bit_model_learn_as_the_others(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As norms that a family keeps in float32: their gradients are of the scaled loss too."""
+    whole = tiny_model("gpt_oss", num_key_value_heads=4).eval()
+    geometry = geometry_of(whole.config)
+    halved = convert(whole, AttentionPlan((HALF,) * geometry.num_layers, geometry.head_dim))
+    norms: list[list[float]] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def recorded(parameters: list[Tensor], limit: float) -> Tensor:
+        norms[-1].append(float(norm := clip(parameters, limit)))
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    for scale in (1.0, 2.0**20):
+        original, model = (copy.deepcopy(one).to(torch.float16) for one in (whole, halved))
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.float()
+        monkeypatch.setattr("trainers.polish._MOST_SCALE", scale)
+        norms.append([])
+        polish(CachedTeacher(original), model, text(64, 1), steps=2, weights="all")
+    finite = [[norm for norm in each if math.isfinite(norm)] for each in norms]
+    assert len(norms[1]) > len(finite[1]) == 2, "the first scale was too large"
+    assert finite[1] == pytest.approx(finite[0], rel=0.05)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_gradient_that_is_not_finite_changes_no_weight(
     pair: tuple[Any, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -247,7 +247,8 @@ class CheckpointStore:
         problems = [p for p in gather_objects(error and reason(error), self.world_size) if p]
         if not problems:
             entry = SavedCheckpoint(sending.name, sending.step, sending.done.result())
-            self._enter(entry, sending.report)
+            problems = self._enter(entry, sending.report)
+        if not problems:
             return
         message = (
             f"training checkpoint of step {sending.step} did not come to "
@@ -270,6 +271,7 @@ class CheckpointStore:
         checkpoints, _ = of_rank_0(self.read)
         checkpoint = next((k for k in checkpoints if k.name == Path(path).name), None)
         if problem := "it is not in the index" if checkpoint is None else self.damage(checkpoint):
+            self.release()
             raise OSError(f"training checkpoint {path} at its address: {problem}")
         yield self._scratch / Path(path).name
         self.release()
@@ -334,29 +336,42 @@ class CheckpointStore:
         """Return the folder of a checkpoint until all of it is there."""
         return f".{name}-{self._token}"
 
-    def _enter(self, entry: SavedCheckpoint, report: dict[str, Any] | None) -> None:
-        """Name a checkpoint whose files are all there in the index; `entry` has this worker's."""
+    def _enter(self, entry: SavedCheckpoint, report: dict[str, Any] | None) -> list[str]:
+        """Name a checkpoint whose files are all there in the index; `entry` has this worker's.
+
+        Returns:
+            Why that failed; empty if it did not.
+        """
         parts = gather_objects(entry.digests, self.world_size)
         whole = SavedCheckpoint(
             entry.name,
             entry.step,
             {file: digest for part in parts for file, digest in part.items()},
         )
+        problem = None
         if self.rank == 0:
-            if not self.remote:
-                shutil.rmtree(self.root / entry.name, ignore_errors=True)  # a damaged one
-                (self.root / self._incoming(entry.name)).rename(self.root / entry.name)
-            checkpoints, reports = self.read()
-            reports = [
-                *(r for r in reports if r["step"] < entry.step),
-                *([report] if report is not None else []),
-            ]
-            before = [k for k in checkpoints if k.step < entry.step]
-            checkpoints = _to_keep(before, whole, {r["step"] for r in reports})
-            self._write(checkpoints, reports)
-            with contextlib.suppress(OSError):  # the next time
-                self._remove_all_but({k.name for k in checkpoints})
-        gather_objects(None, self.world_size)  # all wait until the index has been written
+            try:
+                self._register(whole, report)
+            except (OSError, ValueError) as error:  # an index that is no JSON is the second
+                problem = reason(error)
+        # All wait until the index has been written
+        return [p for p in gather_objects(problem, self.world_size) if p]
+
+    def _register(self, entry: SavedCheckpoint, report: dict[str, Any] | None) -> None:
+        """Write the index with one more checkpoint, and remove those that it no longer names."""
+        if not self.remote:
+            shutil.rmtree(self.root / entry.name, ignore_errors=True)  # a damaged one
+            (self.root / self._incoming(entry.name)).rename(self.root / entry.name)
+        checkpoints, reports = self.read()
+        reports = [
+            *(r for r in reports if r["step"] < entry.step),
+            *([report] if report is not None else []),
+        ]
+        before = [k for k in checkpoints if k.step < entry.step]
+        checkpoints = _to_keep(before, entry, {r["step"] for r in reports})
+        self._write(checkpoints, reports)
+        with contextlib.suppress(OSError):  # the next time
+            self._remove_all_but({k.name for k in checkpoints})
 
     # ---- reading -------------------------------------------------------------------------------
 

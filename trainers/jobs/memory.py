@@ -31,9 +31,11 @@ class MicroBatchLoweredError(RuntimeError):
 def lowered(settings: TrainSettings) -> TrainSettings | None:
     """Return the settings with at most half as many sequences at once.
 
-    None if it is one already.
+    None if it is one already. Of a job for any number of workers, one may have fewer sequences
+    than its micro-batch.
     """
-    smaller = range(1, settings.device_batch_size // 2 + 1)
+    at_once = min(settings.device_batch_size, settings.worker_batch_size)
+    smaller = range(1, at_once // 2 + 1)
     rows = max((r for r in smaller if settings.worker_batch_size % r == 0), default=None)
     return None if rows is None else settings.model_copy(update={"micro_batch_size": rows})
 

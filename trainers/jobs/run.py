@@ -71,6 +71,8 @@ def _attempt(job: TrainJob, link: Link, notes: list[str]) -> dict[str, Any]:
         )
         newest = None
         reports = []
+    if newest is None:
+        store.release()  # what was fetched of damaged ones
     if (ended := _ended_before(job, link, newest, reports)) is not None:
         store.release()
         return ended

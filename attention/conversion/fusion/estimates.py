@@ -176,9 +176,11 @@ class LeadingValueCost(Cost):
         shared = (shared + shared.transpose(1, 2)) / 2 + ridge[:, None, None] * torch.eye(rank).to(
             shared
         )
-        factor = torch.linalg.cholesky_ex(shared)[0]
+        factor, failed = torch.linalg.cholesky_ex(shared)
         solved = torch.linalg.solve_triangular(factor, cross.double().transpose(1, 2), upper=False)
-        return (self.energy[group] - solved.square().sum((1, 2))).clamp_min(0).sum()
+        # Rounded moments may not be positive definite: such a head counts as lost
+        explained = solved.square().sum((1, 2)).where(failed == 0, 0.0)
+        return (self.energy[group] - explained).clamp_min(0).sum()
 
 
 def subspace(gram: Tensor, start: Tensor, steps: int) -> Tensor:

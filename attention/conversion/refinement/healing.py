@@ -128,22 +128,29 @@ def _errors(weights: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -
     return (missed / power).tolist()
 
 
+_MOST_RAISES = 12
+"""Times that a ridge is raised: from the least that there may be to one that no rank needs."""
+
+
 def ridge_refit(weight: Tensor, zz: Tensor, zy: Tensor, ridge: float) -> Tensor:
     """Return argmin over V of `|Z V - Y|^2 + lambda |V - W|^2`.
 
-    lambda = ridge x mean diagonal of `Z^T Z`.
+    lambda = ridge x mean diagonal of `Z^T Z`; ten times as large, as often as necessary, where the
+    rank of Z needs it: few tokens for many features.
 
     Raises:
-        ValueError: If the penalty is too small for the rank of Z.
+        ValueError: If Z is not finite.
     """
-    penalty = ridge * zz.diagonal().mean() * torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
-    factor, failed = torch.linalg.cholesky_ex(zz + penalty)
-    if failed:
-        raise ValueError(
-            f"refinement.ridge: {ridge:g} is too small for so few calibration tokens; give more of "
-            "them, or a larger ridge"
-        )
-    return weight + torch.cholesky_solve(zy - zz @ weight, factor)
+    scale = zz.diagonal().mean()
+    if scale == 0:
+        return weight
+    penalty = ridge * scale * torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
+    for _ in range(_MOST_RAISES):
+        factor, failed = torch.linalg.cholesky_ex(zz + penalty)
+        if not failed:
+            return weight + torch.cholesky_solve(zy - zz @ weight, factor)
+        penalty = 10 * penalty
+    raise ValueError("refinement=heal: inputs of an output projection are not finite")
 
 
 def heal_layer(

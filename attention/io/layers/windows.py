@@ -160,6 +160,15 @@ def check_windows(config: PretrainedConfig) -> None:
         )
 
 
+def stand_alone(config: PretrainedConfig) -> bool:
+    """Whether the layers of a checkpoint can stand alone (see `check_windows`)."""
+    try:
+        check_windows(config)
+    except ValueError:
+        return False
+    return True
+
+
 def window_config(config: PretrainedConfig, layer: int, vocabulary: int) -> PretrainedConfig:
     """Return the config of a model of layer `layer` alone, with `vocabulary` token ids."""
     geometry = geometry_of(config)

@@ -277,6 +277,18 @@ def test_ridge_refit_is_least_squares_pulled_to_the_present_weights() -> None:
     torch.testing.assert_close(ridge_refit(w, z.T @ z, z.T @ y, 1e12), w)
 
 
+def test_a_ridge_too_small_for_few_tokens_is_raised() -> None:
+    """Rounded products of few tokens have negative eigenvalues, here of 1e-7 of the largest."""
+    generator = torch.Generator().manual_seed(0)
+    z, y, w = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((20, 40), (20, 3), (40, 3)))
+    zz = z.T @ z
+    zz -= 1e-7 * torch.linalg.eigvalsh(zz)[-1] * torch.eye(40)
+    result = ridge_refit(w, zz, z.T @ y, 1e-9)
+    assert (z @ result - y).norm() < 1e-3 * (z @ w - y).norm()
+    with pytest.raises(ValueError, match="not finite"):
+        ridge_refit(w, zz * math.nan, z.T @ y, 1e-3)
+
+
 def test_too_few_sequences_are_refused(tiny_model: Tiny, tokens: Tensor) -> None:
     original, converted = pair(tiny_model, tokens, "llama")
     for given in (None, tokens[:1]):

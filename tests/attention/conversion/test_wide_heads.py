@@ -63,6 +63,12 @@ def test_keys_of_a_stablelm_without_norms_are_wide(tiny_model: Tiny, tiny_tokens
     torch.testing.assert_close(logits(wide, tiny_tokens), logits(model, tiny_tokens), rtol=0, atol=5e-4)
 
 
+def test_keys_are_wide_where_a_config_scales_scores_by_a_whole_number(tiny_model: Tiny, tiny_tokens: Tensor) -> None:
+    model = tiny_model("granite", attention_multiplier=1)
+    wide = converted(model, geometry_of(model.config).num_kv_heads, tiny_tokens)
+    torch.testing.assert_close(logits(wide, tiny_tokens), logits(model, tiny_tokens), rtol=0, atol=5e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_decoding_gives_what_whole_sequences_give(family: str, tiny_model: Tiny, tiny_tokens: Tensor) -> None:
@@ -180,6 +186,26 @@ def test_estimates_of_value_costs_follow_the_width(tiny_model: Tiny, tiny_tokens
     leading = LeadingValueCost(pooled, statistics)
     torch.testing.assert_close(leading.costs([(0, 1, 2, 3)] * 2), exact, rtol=0.1, atol=1e-6)
     assert float(pooled.cost((0, 1, 2, 3))) < float(PooledValueCost(heads, statistics, 40).cost((0, 1, 2, 3)))
+
+
+def test_a_head_whose_moments_are_not_definite_is_no_free_member_of_a_group(
+    tiny_model: Tiny, tiny_tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As moments may be that were rounded to bfloat16."""
+    model = tiny_model("llama")
+    statistics, heads = calibrate(model, tiny_tokens).layers[0], lifted(model)[0]
+    leading = LeadingValueCost(PooledValueCost(heads, statistics, 40), statistics)
+    factorise = torch.linalg.cholesky_ex
+
+    def second_fails(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        factor, failed = factorise(matrix)
+        factor[1] = 1e-9 * torch.eye(matrix.shape[-1])
+        failed[1] = 3
+        return factor, failed
+
+    before = float(leading.costs([(0, 1)])[0])
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", second_fails)
+    assert float(leading.costs([(0, 1)])[0]) > before
 
 
 def test_a_cache_format_counts_the_dims_of_wide_heads() -> None:

@@ -82,7 +82,7 @@ def happened(tiny_job: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     }
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(SCRIPT), str(folder / "job.json"), str(folder)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert process.returncode == 0, process.stderr[-4000:]
     return last_json(process.stdout)
 

@@ -134,7 +134,7 @@ def told(cluster: Any, job: TrainJob, folder: Path) -> dict[str, Any]:
         time.sleep(float(os.environ["LATE_SECONDS"]))
         out["waited"] = train.is_alive()
         cluster.add_node(num_cpus=2, num_gpus=8, resources={"accelerator_type:A100": 1})
-        train.join(120)
+        train.join(300)
         # Of groups that Ray Train gave up, workers may live a little longer
         until(lambda: len(workers_on()) <= job.settings.num_workers)
         out |= {"step": trained.get("step"), "trained_on": workers_on()}

@@ -68,13 +68,16 @@ def test_layer_by_layer_from_disk_is_the_model_in_memory(
 
 
 def test_layers_that_cannot_stand_alone_are_calibrated_in_memory(
-    tiny_model: Tiny, tokens: Tensor, tmp_path: Path
+    tiny_model: Tiny, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("gpt2", scale_attn_by_inverse_layer_idx=True)
     model.save_pretrained(tmp_path / "model")
     created = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "cache", **FLOAT)
     for one, other in zip(created.layers, calibrate(model, tokens).layers, strict=True):
         assert_close(one, other)
+    monkeypatch.setattr("orchestrator.conversion.calibration.available_bytes", lambda: 1)
+    small = checkpoint_calibration(tmp_path / "model", tokens, tmp_path / "another cache", **FLOAT)
+    assert (created.mixed, small.mixed) == (MIXED[0], MIXED[-1]), "as the memory allows, not the disk"
 
 
 @pytest.mark.heavy

@@ -66,7 +66,7 @@ def test_worked_example_of_three_kv_heads(
 
     monkeypatch.setattr(short_fits, "nearest_budget", nearest)
     checkpoint: Any = SimpleNamespace(geometry=None)
-    assert [one.name for one in equal_budgets([LAYERS, WIDE], kv_ratio, checkpoint)] == expected
+    assert [one.name for one in equal_budgets([LAYERS, WIDE], kv_ratio, checkpoint.geometry)] == expected
 
 
 def test_the_estimate_counts_what_is_compared(demo_dir: Path) -> None:

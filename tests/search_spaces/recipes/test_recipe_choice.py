@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from attention.families import families, geometry_of
 from attention.io.targets import TargetError, target
 from attention.plan import AttentionPlan, LayerPlan
+from search_spaces.planning.budgets import nearest_budget
 from search_spaces.recipes.bibliography import PAPERS
-from search_spaces.recipes.catalogue import NAMED_RECIPES, RECIPES
-from search_spaces.recipes.choice import ENGINE_TARGETS, choose_recipe, engine_name
+from search_spaces.recipes.catalogue import NAMED_RECIPES, RECIPES, recipe
+from search_spaces.recipes.choice import ENGINE_TARGETS, choose_recipe, engine_forms, engine_name, limited_geometry
 from search_spaces.recipes.recipe import RecipeError
+from search_spaces.recipes.rules import refused_by_family
 
 LLAMA = LlamaConfig()
 QWEN3 = Qwen3Config(tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize(
-    ("config", "engine", "recipe"),
+    ("config", "engine", "name"),
     [
         (LLAMA, None, "headfold_layers"),
         (LLAMA, "vllm", "headfold_layers"),
@@ -37,8 +48,8 @@ QWEN3 = Qwen3Config(tie_word_embeddings=False)
         (GPT2Config(), None, "headfold"),
     ],
 )
-def test_auto_takes_the_best_recipe_that_the_engine_loads(config: Any, engine: str | None, recipe: str) -> None:
-    assert choose_recipe(config, geometry_of(config), engine).recipe == recipe
+def test_auto_takes_the_best_recipe_that_the_engine_loads(config: Any, engine: str | None, name: str) -> None:
+    assert choose_recipe(config, geometry_of(config), engine).recipe == name
 
 
 CONFIGS = {"glm4_moe": {"head_dim": 128}}
@@ -58,6 +69,25 @@ def test_every_family_has_a_recipe_and_its_engines_hold_it(family: str) -> None:
             with suppress(TargetError):
                 bytes_per_token.add(target(name).support_for(config, plan).bytes_per_token("float16"))
         assert plan.kv_bytes_per_token("float16") in bytes_per_token
+
+
+def test_choices_that_a_checkpoint_cannot_have_are_refused_by_its_config() -> None:
+    composed = recipe("dcformer", **{"composition.groups": 3})
+    assert refused_by_family(composed.to_dict(), geometry_of(LLAMA)) == [
+        "composition.groups must divide the 32 query heads, got 3"
+    ]
+    wide = recipe("headfold_gqa", width=2).to_dict()
+    assert not refused_by_family(wide, geometry_of(LLAMA))
+    assert "values pass a norm" in refused_by_family(wide, geometry_of(Gemma4TextConfig()))[0]
+
+
+@pytest.mark.parametrize(("engine", "budget"), [("llama.cpp", Fraction(1, 4)), ("transformers", Fraction(6, 16))])
+def test_counts_are_those_that_the_engine_holds(engine: str, budget: Fraction) -> None:
+    """Six of sixteen heads are groups of three and of two, which llama.cpp does not hold of this family."""
+    config = GPTNeoXConfig(num_attention_heads=16, hidden_size=1024)
+    geometry, chosen = geometry_of(config), recipe("headfold_gqa")
+    limited = limited_geometry(chosen, geometry, [engine_forms(config, geometry)[engine]])
+    assert nearest_budget(chosen, 0.4, limited) == budget
 
 
 def test_an_engine_that_holds_no_grouped_heads_is_refused_with_the_reason() -> None:

@@ -68,6 +68,8 @@ def test_overrides_drop_what_the_new_choice_does_not_use() -> None:
         ("asymgqa", {"grouping.speed": 2}, ["speed"]),
         ("gqa", {"grouping.accept": 0.1}, ["grouping", "accept"]),
         ("dha", {"relaxation.regroup_steps": 5}, ["regroup_steps=5", "relaxation.halving"]),
+        ("dha", {"grouping.start_temperature": 0.001}, ["start_temperature", "more than", "0.001"]),
+        ("dcformer", {"composition.gate": False, "composition.projection": False}, ["composition", "gate must be on"]),
     ],
 )
 def test_impossible_recipes_say_why(name: str, overrides: dict, words: list[str]) -> None:

@@ -224,6 +224,18 @@ def test_a_ratio_that_nothing_meets_exactly_is_a_ceiling(geometry) -> None:
         ),
         ({"kv_ratios": [0.5], "settings": {"grouping.accept": 3.0}}, "accept"),
         ({"kv_ratios": [0.5], "settings": {"grouping.none": 3.0}}, "axis.knob"),
+        (
+            {"kv_ratios": [0.5], "settings": {"composition.groups": 3}, "choices": {"composition": ["dcmha"]}},
+            "nothing can be proposed.*groups must divide",
+        ),
+        (
+            {
+                "kv_ratios": [0.5],
+                "settings": {"grouping.start_temperature": 1e-4},
+                "choices": {"grouping": ["anneal"], "objective": ["least_squares"]},
+            },
+            "nothing can be proposed.*start_temperature must be more",
+        ),
     ],
 )
 def test_bad_spaces_are_refused(arguments: dict, words: str, geometry) -> None:

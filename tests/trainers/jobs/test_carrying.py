@@ -263,6 +263,9 @@ def test_which_micro_batch_is_tried(job: TrainJob, tmp_path: Path) -> None:
     )
     assert rows(batch_size=9) == 3
     assert rows(batch_size=12, num_workers=2, micro_batch_size=6) == 3
+    elastic = TrainSettings(batch_size=16, micro_batch_size=4, num_workers=[2, 8])  # pyright: ignore[reportArgumentType]
+    less = lowered(elastic.on(8))
+    assert less is not None and less.micro_batch_size == 1, "each of eight has two sequences"
     single = replace(job, out_dir=str(tmp_path / "out"), settings=TrainSettings(batch_size=1))
     with pytest.raises(
         JobOutOfMemoryError, match="micro_batch_size 1: full; lower train.micro_batch_size or data.sequence_length"

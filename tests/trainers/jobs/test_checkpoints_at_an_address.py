@@ -140,6 +140,26 @@ def test_what_does_not_come_is_reported_and_leaves_those_before(
     assert steps(store) == [5] and not (store.root / "checkpoint_000004").exists()
 
 
+def test_an_index_that_cannot_be_written_ends_no_training_between_milestones(
+    store: CheckpointStore, link: Link, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> None:
+        raise OSError("the bucket is away")
+
+    link.open.set()
+    store.save(1, writing("one"), {"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "_write", away)
+        store.save(2, writing("two"))
+        store.settle()
+        assert "training checkpoint of step 2 did not come to its address: the bucket is away" in caplog.text
+        with pytest.raises(CheckpointNotSentError, match="step 3 .* the bucket is away"):
+            store.save(3, writing("three"), {"step": 3})
+    assert steps(store) == [1]
+    store.save(4, writing("four"), {"step": 4})
+    assert steps(store) == [1, 4]
+
+
 class Away:
     """A file system that does not answer."""
 
@@ -258,9 +278,9 @@ def whole(job: TrainJob) -> dict[str, Any]:
     return run_job(job, Alone())["metrics"]
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [(), (4,), (3, 4)])
 def test_a_job_resumes_from_the_files_at_the_address(
-    job: TrainJob, whole: dict[str, Any], bucket: Path, scratch: Path, tmp_path: Path, damaged: bool
+    job: TrainJob, whole: dict[str, Any], bucket: Path, scratch: Path, tmp_path: Path, damaged: tuple[int, ...]
 ) -> None:
     there = replace(
         job, out_dir=str(tmp_path / "out"), storage_path=str(tmp_path / "work"), checkpoint_steps=1,
@@ -270,14 +290,14 @@ def test_a_job_resumes_from_the_files_at_the_address(
     assert [p.name for p in (tmp_path / "work").rglob("*") if p.is_file()] == ["curve.jsonl"]
     root = bucket / "train" / job.run_name
     assert {p.name for p in root.glob("checkpoint_*")} == {"checkpoint_000003", "checkpoint_000004"}
-    if damaged:
-        file = max((root / "checkpoint_000004").rglob("*.pt"), key=lambda path: path.stat().st_size)
+    for step in damaged:
+        file = max((root / f"checkpoint_{step:06d}").rglob("*.pt"), key=lambda path: path.stat().st_size)
         file.write_bytes(file.read_bytes()[:-1] + b"\1")
     link = Alone()
     metrics = run_job(there, link)["metrics"]
     assert {name: metrics[name] for name in SAME} == {name: whole[name] for name in SAME}
     assert link.steps == [2, 4, 6]
-    assert ("notes" in metrics) == damaged
+    assert ("notes" in metrics) == bool(damaged)
     assert not [p for p in scratch.rglob("*") if p.is_file()]
     more = replace(
         there, run_name="more", start_step=6, resume_from=metrics["checkpoint_path"], milestones=(8,), total_steps=8,
