@@ -5,6 +5,7 @@ What a format does to keys and values is computed by `attention.modeling.rounded
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
@@ -348,7 +349,8 @@ def format_advice(records: Sequence[FormatRecord], share: float, model: str) -> 
     words = ", or ".join(_words(record) for record in first.values())
     name, *others = (record["cache_format"] for record in first.values())
     measured = any("loss_increase" in record for record in first.values())
-    how = f"; measure it: headfold evaluate {model} --original {model} --cache-format {name}"
+    path = shlex.quote(model)
+    how = f"; measure it: headfold evaluate {path} --original {path} --cache-format {name}"
     how += "".join(f" (or {other})" for other in others)
     return f"{percent(share)} without any conversion: a cache in {words}" + how * (not measured)
 

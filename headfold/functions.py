@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from attention.base.cache import cache_folder
 from attention.checkpoint import Checkpoint
 from attention.io import checkpoint as files
-from attention.io.sources import write_source_note
+from attention.io.sources import CheckpointError, fetched, write_source_note
 from headfold.results import (
     ConversionResult,
     EvaluationResult,
@@ -291,11 +291,20 @@ def _source(model: ModelSource, tokenizer: Any) -> Generator[str | Path | Checkp
     with TemporaryDirectory(prefix="headfold-") as folder:
         local = model.name_or_path and Path(name).is_dir()
         # What it was converted from; its plan is written anew
-        note = files.note_of(name) if local else {}
+        note = files.note_of(name) if local else _note_on_hub(model)
         record = {key: value for key, value in note.items() if key not in files.PLAN_FIELDS}
         path = files.save(model, Path(folder) / Path(name).name, tokenizer, record=record)
         write_source_note(path, Path(name).resolve() if local else name)
         yield path
+
+
+def _note_on_hub(model: PreTrainedModel) -> Mapping[str, Any]:
+    """Return the note in the repository of a model in memory; empty if that is not reached."""
+    if model.name_or_path:
+        # The model is in memory: its source may be gone
+        with contextlib.suppress(CheckpointError):
+            return files.note_of(fetched(model.name_or_path, [files.PLAN_FILE], "note"))
+    return {}
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -132,6 +132,8 @@ def search(
             folder = folder or _new_folder(config, storage)
             with SearchLock(folder.lock).acquire(f"search {folder.root.name!r}") as lock:
                 folder.sweep()
+                if stored is not None:
+                    _save_changes(folder, config, stored)
                 _save_start(config, folder, uri, nodes, parallel, earlier)
                 if prepared.reused:
                     splits = ", ".join(prepared.reused)
@@ -196,7 +198,7 @@ def _unended_search(config: SearchConfig, storage: Path) -> SearchFolder | None:
     unended = SearchFolder.unended(storage, config.name)
     newest = SearchFolder.newest(storage, config.name) if unended else None
     if newest is not None and newest in unended:
-        SearchLock(newest.lock).acquire(f"search {newest.root.name!r}").release()
+        SearchLock(newest.lock).check_free(f"search {newest.root.name!r}")
         if in_ray_job() and newest.readable and not _changed_sections(newest, config):
             print(
                 f"continues the unfinished search of this name: {newest.root}",
@@ -218,6 +220,22 @@ def _new_folder(config: SearchConfig, storage: Path) -> SearchFolder:
     write_json(folder.versions, {name: _version(name) for name in _PACKAGES})
     write_whole(folder.snapshot, dump_yaml(_config_record(config)))
     return folder
+
+
+def _save_changes(folder: SearchFolder, config: SearchConfig, stored: SearchConfig) -> None:
+    """Save what a resumption may set otherwise, by which `headfold promote` goes later.
+
+    Args:
+        stored: The configuration so far. Weights that its `keep_weights: finalists` has removed
+            stay away, and so does that setting.
+    """
+    promotion = config.promotion
+    if (rule := stored.promotion.keep_weights) == "finalists":
+        promotion = promotion.model_copy(update={"keep_weights": rule})
+    same = {"promotion": promotion, "storage": stored.storage}
+    record = _config_record(config.model_copy(update=same))
+    if record != _config_record(stored):
+        write_whole(folder.snapshot, dump_yaml(record))
 
 
 def _config_record(config: SearchConfig) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from attention.families import families, family_of, geometry_of
 from attention.io import weights
 from attention.io.files import honour_umask, sha256, write_whole
 from attention.io.replacing import DIGESTS, digests, parents_made, recover, resolved, swap, unused
+from attention.io.safetensors_files import weight_files
 from attention.io.sources import NOT_REACHED, CheckpointError, only_cached
 from attention.io.stock_files import put_tokenizer, write_both_forms
 from attention.io.wide_form import WideFormError, to_wide, wide_config
@@ -439,10 +440,11 @@ def _as_mistral(fields: Mapping[str, Any], source: str | Path) -> PretrainedConf
 def weights_digest(folder: str | Path, cache_dir: str | Path | None = None) -> str:
     """Return the SHA-256 of the safetensors files of a folder, first 16 hex digits.
 
-    The digest covers their names and bytes. It is cached in `cache_dir`, if given, and the files
-    are read again only when the size or time of one has changed.
+    The digest covers their names and bytes, but not those of a second copy of the weights
+    (`attention.io.safetensors_files.weight_files`). It is cached in `cache_dir`, if given, and the
+    files are read again only when the size or time of one has changed.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = weight_files(Path(folder))
     note = None
     if cache_dir is not None:
         stamps = [[str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns] for p in files]

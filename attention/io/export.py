@@ -111,7 +111,6 @@ def export(
     check_folder(out, overwrite=overwrite, reads=[opened.path])
     config = opened.config
     plan = opened.plan
-    original = checkpoint.original_heads(opened.path, plan.head_dim)
     written = str(dtype or opened.stored_dtype).removeprefix("torch.")
     if written not in chosen.dtypes:
         raise ValueError(one_of(f"dtype for target {chosen.name}", chosen.dtypes, written))
@@ -119,6 +118,7 @@ def export(
     cached = cache_dtype(written)
     if not allow_larger_cache:
         check_cache(plan, support, chosen.name, cached)
+    original = checkpoint.original_heads(opened.folder, plan.head_dim)
     model = checkpoint.load(opened.path, torch.float32, config=config)
     lowered = chosen.lower(model)
     reference = _reference(model, lowered, written)
@@ -151,7 +151,7 @@ def export(
         nonlocal report
         report = _write(fresh, chosen, stock, tokenizer, report, reference, folded, check)
         if original is not None:
-            checkpoint.write_note(fresh, after, checkpoint.carried(opened.path))
+            checkpoint.write_note(fresh, after, checkpoint.carried(opened.folder))
         if finish is not None:
             finish(fresh)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from attention.io.sources import CheckpointError
+from attention.io.sources import CONSOLIDATED, CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,6 +68,12 @@ def open_safetensors(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} cannot be read: {_diagnosis(path, error)}") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder by name, without a second copy of the weights."""
+    files = sorted(folder.glob("*.safetensors"))
+    return [file for file in files if not file.match(CONSOLIDATED)] or files
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

@@ -96,7 +96,9 @@ def source_name(model: str | Path) -> str:
     return str(source_note(model).get("source", model))
 
 
-_NESTED = ["*/*.safetensors", "*/*.json"]
+CONSOLIDATED = "consolidated*.safetensors"
+"""The same weights once more, under the names of Mistral's software, which nothing reads here."""
+_UNREAD = ["*/*.safetensors", "*/*.json", CONSOLIDATED]
 # In folders of a hub repository are other forms of the weights, which nothing reads.
 
 
@@ -124,7 +126,7 @@ def fetched(source: str | Path, patterns: Sequence[str], what: str) -> Path:
                 str(source),
                 local_files_only=only,
                 allow_patterns=list(patterns),
-                ignore_patterns=_NESTED,
+                ignore_patterns=_UNREAD,
             )
         )
     except (OSError, ValueError) as error:

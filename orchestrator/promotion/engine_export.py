@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from attention.io.targets import target
@@ -28,6 +29,8 @@ def export_for_engine(
         or the engine refused it.
     """
     out = Path(model).parent / FOLDER
+    # A killed promotion may have left files that are not in its list of digests
+    shutil.rmtree(out, ignore_errors=True)
     missing = _missing(name)
     options = ExportOptions(
         checkpoint=model, target=name, out=out, overwrite=True, check=missing is None

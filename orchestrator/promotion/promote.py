@@ -400,6 +400,13 @@ def _add_entries(
             entry = PromotionEntry.of(best, total, BASELINE)
             keep_longer = selected and kv_ratio not in due
             state.add(state.baselines, f"{kv_ratio:g}", entry, keep_longer=keep_longer)
+    if selected:
+        for entry in state.withdraw({trial.trial_id for trial in chosen}):
+            print(
+                f"promotion: {entry.name} is no longer selected; `headfold promote FOLDER --trial "
+                f"{entry.trial_id}` continues it",
+                flush=True,
+            )
 
 
 def _link_export(folder: SearchFolder, state: PromotionState) -> None:

@@ -5,7 +5,7 @@ It is written after each step, so that a promotion that was killed resumes from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -374,14 +374,49 @@ class PromotionState:
             entries: The candidates or the baselines.
             key: Of the entry.
             entry: The entry.
-            keep_longer: Whether one of the same trial with more steps stays too.
+            keep_longer: Whether one of the same trial that was trained for more steps stays too.
         """
         if (existing := entries.get(key)) is not None:
-            enough = existing.steps == entry.steps or (keep_longer and existing.steps > entry.steps)
+            longer = existing.steps > entry.steps and existing.status != PENDING
+            enough = existing.steps == entry.steps or (keep_longer and longer)
             if existing.trial_id == entry.trial_id and enough and existing.status != FAILED:
                 return
             self.earlier.append(existing)
         entries[key] = entry
+
+    def withdraw(self, selected: Collection[str]) -> list[PromotionEntry]:
+        """Withdraw untrained candidates that are not selected, and baselines that none needs.
+
+        Args:
+            selected: Ids of trials.
+
+        Returns:
+            The candidates.
+        """
+        unselected = [
+            key
+            for key, entry in self.candidates.items()
+            if entry.status == PENDING and key not in selected
+        ]
+        withdrawn = [self.candidates.pop(key) for key in unselected]
+        goals = {(entry.kv_ratio, entry.steps) for entry in self.candidates.values()}
+        unneeded = [
+            key
+            for key, entry in self.baselines.items()
+            if entry.status == PENDING and (entry.kv_ratio, entry.steps) not in goals
+        ]
+        self.earlier += [*withdrawn, *(self.baselines.pop(key) for key in unneeded)]
+        return withdrawn
+
+    def replaced(self, trial_id: str) -> set[int]:
+        """Return the steps of unfinished trainings of a trial that no entry needs any more."""
+        current = (*self.candidates.values(), *self.baselines.values())
+        needed = [*current, *(entry for entry in self.earlier if entry.trained_at is not None)]
+        before, still = (
+            {entry.steps for entry in entries if entry.trial_id == trial_id}
+            for entries in (self.earlier, needed)
+        )
+        return before - still
 
 
 @dataclass(frozen=True)

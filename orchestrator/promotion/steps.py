@@ -92,6 +92,8 @@ class PromotionSteps:
             if error is None and training.run is not None:  # only the weights are exported
                 with contextlib.suppress(OSError):  # their address is away: they stay
                     training.run.remove_checkpoints()
+                    for steps in self.state.replaced(training.trial.trial_id):
+                        Training.of(training.trial, steps, self.session).clear()
 
         followers = {
             training.trial.trial_id: TrainingFollower(training.run, training.start)
@@ -119,7 +121,7 @@ class PromotionSteps:
                 on_progress(training)  # the run is there before the training is
         steps = sum(one.total - one.start for one in trainings)
         try:
-            with stage("full trainings", steps, "steps") as progress:
+            with stage("full trainings", steps, "steps", start=progress.done) as progress:
                 run_all(trainings, self.session, on_end, on_progress)
         except (KeyboardInterrupt, SystemExit):
             for alike in entries.values():
@@ -205,6 +207,9 @@ class PromotionSteps:
         for entry in (*state.earlier, *state.baselines.values(), *state.candidates.values()):
             if entry.trained_at is not None:
                 self._track(entry)
+        for entry in state.earlier:
+            if entry.trained_at is None and entry.run_id is not None:  # replaced in its training
+                self._track(entry, records.KILLED)
 
     def _track(self, entry: PromotionEntry, status: str | None = None) -> bool:
         """Write the MLflow run of an entry; `status`, if it is not that of the entry.

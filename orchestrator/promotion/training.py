@@ -176,12 +176,23 @@ class Training:
         names = sorted(before.keys() | work.keys())
         changed = [name for name in names if before.get(name) != work.get(name)]
         if before and changed:
-            CheckpointStore.of(job).remove()
-            run_folder = Path(job.storage_path) / job.run_name
-            for folder in (run_folder, Path(job.out_dir), Path(best_folder(job.out_dir, 0)).parent):
-                shutil.rmtree(folder, ignore_errors=True)
+            self.clear()
         write_json(mark, work)
         return changed if before else []
+
+    def clear(self) -> None:
+        """Remove the checkpoints, reports and weights of this training.
+
+        Raises:
+            AddressAwayError: If the address of its checkpoints does not answer.
+        """
+        if self.run is None:
+            return
+        job = self.run.job
+        CheckpointStore.of(job).remove()
+        run_folder = Path(job.storage_path) / job.run_name
+        for folder in (run_folder, Path(job.out_dir), Path(best_folder(job.out_dir, 0)).parent):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def reports(self) -> list[TrainingReport]:
         """Return the completed milestones."""

@@ -87,8 +87,13 @@ class CardFacts:
     tensor_parallel: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, folder: str | Path) -> CardFacts:
-        """Read the facts of a checkpoint from `card.json`, else from the note of its conversion."""
+    def of(cls, folder: str | Path, name: str | Path | None = None) -> CardFacts:
+        """Read the facts of a checkpoint from `card.json`, else from the note of its conversion.
+
+        Args:
+            folder: Of the checkpoint.
+            name: What the checkpoint is called, e.g. its name on the hub; None: the folder.
+        """
         file = Path(folder) / FACTS
         if file.is_file():
             record = read_json(file)
@@ -103,7 +108,7 @@ class CardFacts:
                 ratio = ratio_of(plan, heads)
         base: dict[str, Any] = {key: original.get(key) for key in BASE_FIELDS}
         if not note:
-            base |= base_of(folder)
+            base |= base_of(name or folder)
         if polished := note.get("polish"):
             steps, tokens = polished["steps"], polished["tokens"]
             base["trained"] = {"steps": steps, "tokens": tokens, "data": "that of the calibration"}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attention.cache_formats import LLAMA_CPP, VLLM, CachePair
 from attention.checkpoint import Checkpoint
@@ -41,6 +42,9 @@ model = checkpoint.load(model_path)
 _GGUF = """\
 python convert_hf_to_gguf.py {folder} --outfile model.gguf   # of llama.cpp
 llama-server -m model.gguf"""
+_EXPORTED_GGUF = """\
+{command}   # in an environment with Headfold
+llama-server -m {file}"""
 
 
 class CodeBlock(NamedTuple):
@@ -109,6 +113,25 @@ def loading_blocks(
             lines = f"vllm serve {path}{options}{flags.get(VLLM, '')}"
             blocks.append(CodeBlock(engine, "bash", lines))
         elif engine == "llama.cpp" and not own_code:
-            lines = download + _GGUF.format(folder=downloaded) + flags.get(LLAMA_CPP, "")
-            blocks.append(CodeBlock(engine, "bash", lines))
+            lines = _GGUF.format(folder=downloaded)
+            if _is_misread(config):
+                command = export_command(downloaded, "gguf")
+                file = shlex.quote(f"{downloaded}-gguf/model.gguf")
+                lines = _EXPORTED_GGUF.format(command=command, file=file)
+            blocks.append(CodeBlock(engine, "bash", download + lines + flags.get(LLAMA_CPP, "")))
     return blocks
+
+
+def _is_misread(config: Mapping[str, Any]) -> bool:
+    """Return whether llama.cpp's script writes a file that computes something else, unreported.
+
+    It passes over the rotary frequencies of wide heads (`attention.io.wide_form`), and over the
+    head dim of a Qwen2.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        return True
+    width, heads, head_dim = (
+        config.get(name) or 0 for name in ("hidden_size", "num_attention_heads", "head_dim")
+    )
+    return config.get("model_type") == "qwen2" and head_dim > 0 and heads * head_dim != width

@@ -136,6 +136,7 @@ class SearchSetup:
         baselines = sum(c.recipe.name == config.search.baseline for c in problem.named)
         # No rung stops a trial while it relaxes
         never_stopped = baselines + sum(c.recipe.relaxation != "none" for c in problem.named)
+        never_stopped += max(0, trials - problem.total)  # those that a searcher adds at its end
         if not config.rungs.stop or config.rungs.scheduler == "none":
             never_stopped = trials - probes
         length = config.data.sequence_length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -207,7 +208,7 @@ def run_child(
     environment: Mapping[str, str],
     seconds: float = SECONDS,
 ) -> tuple[dict[str, Any], str]:
-    """Run a command with a file of the request as its last argument.
+    """Run a command with a file of the request as its last argument, in a folder of the request.
 
     Returns:
         Its last line as JSON, and its log (stderr).
@@ -215,12 +216,15 @@ def run_child(
     Raises:
         EngineError: If it crashes, fails, or does not end.
     """
+    # A path of the current folder leads nowhere from the child's; the link that makes a Python that
+    # of its environment stays
+    program = Path(shutil.which(command[0]) or command[0]).absolute()
     with tempfile.TemporaryDirectory(prefix="headfold-") as folder:
         file = Path(folder) / "request.json"
         file.write_text(json.dumps(request), encoding="utf-8")
         try:
             child = Child(
-                [*command, str(file)],
+                [str(program), *command[1:], str(file)],
                 environment,
                 cwd=folder,
                 stdout=subprocess.PIPE,

@@ -23,6 +23,8 @@ from attention.io import checkpoint
 from attention.io.dtype_names import full_name
 from attention.io.export import ExportReport, cache_dtype, export
 from attention.io.precision import DTYPES, round_weights
+from attention.io.safetensors_files import weight_files
+from attention.io.stock_files import TOKENIZER_FILES
 from attention.io.stock_form import format_of
 from attention.io.targets import EngineSupport, Target, best_target, target
 from attention.plan import number_bytes
@@ -132,7 +134,7 @@ def export_checkpoint(
 
 def _check_disk(opened: Checkpoint, chosen: Target, dtype: str, out: Path) -> None:
     """Raise ConfigError where the weights of the checkpoint in this dtype have no room."""
-    stored = sum(file.stat().st_size for file in opened.folder.glob("*.safetensors"))
+    stored = sum(file.stat().st_size for file in weight_files(opened.folder))
     written = number_bytes(dtype) if dtype in DTYPES else 1  # q8_0
     needed = stored * written / number_bytes(opened.stored_dtype)
     if chosen.name == "gguf":  # whose tensors are collected in another file before
@@ -163,7 +165,7 @@ def _rank_cache(
         )
     support = chosen.support_for(opened.config, opened.plan)
     original = None
-    if shape := checkpoint.original_shape(opened.path, support.head_dim):
+    if shape := checkpoint.original_shape(opened.folder, support.head_dim):
         heads, head_dim = shape
         each, rest = divmod(heads, 2 * opened.plan.num_layers)
         if rest == 0:
@@ -234,10 +236,11 @@ def _check(
     Raises EngineError if the engine is not there.
     """
     if not options.check:
-        if options.engine or options.engine_python:
+        memory_given = options.check_memory != ExportOptions.check_memory
+        if options.engine or options.engine_python or memory_given:
             raise ConfigError(
-                "engine, engine_python: are of a check; add --check (in Python: check=True), or "
-                "leave them out"
+                "engine, engine_python, check_memory: are of a check; add --check (in Python: "
+                "check=True), or leave them out"
             )
         return None
     engines = chosen.engines_of(source.config, source.plan)
@@ -253,7 +256,8 @@ def _check(
         if dtype in DTYPES:  # weights of fewer bits are compared as they were written
             model = checkpoint.load(source.path, torch.float32, config=source.config)
             round_weights(model, DTYPES[dtype])
-        tokenizer = source.tokenizer if any(Path(source.path).glob("tokenizer*")) else None
+        files = (file for pattern in TOKENIZER_FILES for file in source.folder.glob(pattern))
+        tokenizer = source.tokenizer if any(files) else None
         result = check_export(
             engine,
             interpreter,

@@ -216,8 +216,17 @@ class SearchFolder:
         searches = [cls(snapshot.parent) for snapshot in storage.glob("*/search.yaml")]
 
         # `fresh` has written its origin
-        of_name = [f for f in searches if re.fullmatch(pattern, f.root.name) and f.origin.is_file()]
+        numbered = [
+            f for f in searches if re.fullmatch(pattern, f.root.name) and f.origin.is_file()
+        ]
+        of_name = [folder for folder in numbered if folder._configured_name(name) == name]
         return sorted(of_name, key=lambda folder: folder._age)
+
+    def _configured_name(self, default: str) -> str:
+        """Return the name in the configuration, which may itself end in a number (`demo-2`)."""
+        with contextlib.suppress(ConfigError):
+            return str(self.stored().get("name", default))
+        return default
 
     @property
     def _age(self) -> tuple[float, int, str]:

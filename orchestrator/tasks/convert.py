@@ -144,12 +144,18 @@ class Convert(Task[ConvertOptions, ConversionRecord | CurveRecord]):
         )
         if options.layerwise:
             check_layerwise(recipe, checkpoint.config)
-        if options.polish:
-            self._check_polish(recipe)
+        self._check_polish(recipe)
         return request
 
     def _check_polish(self, recipe: Recipe) -> None:
-        """Raise ConfigError for an impossible polish."""
+        """Raise ConfigError for an impossible polish, or for weights without one."""
+        if not self.options.polish:
+            if self.options.polish_weights != ConvertOptions.polish_weights:
+                raise ConfigError(
+                    "polish_weights: are those that a polish trains; add --polish STEPS, or leave "
+                    "it out"
+                )
+            return
         if self.options.layerwise:
             raise ConfigError(f"polish: layer by layer no step of training is possible; {_FURTHER}")
         if self.options.polish_weights == "kv" and recipe.sharing != "none":

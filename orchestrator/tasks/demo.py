@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -27,7 +28,9 @@ def demo(options: DemoOptions) -> None:
         print(model)
         return
     check_packages("demo", *SEARCH_PACKAGES)
-    changes = [f"model.path={model}", f"storage={options.storage}", *(options.overrides or [])]
+    # Changes are YAML, in which a path may be a number or contain a comment
+    quoted = [json.dumps(str(path), ensure_ascii=False) for path in (model, options.storage)]
+    changes = [f"model.path={quoted[0]}", f"storage={quoted[1]}", *(options.overrides or [])]
     settings = read_search_config(config, changes)
     from orchestrator.pipeline import search
     from orchestrator.reporting.promoted_models import promoted_models

@@ -134,6 +134,10 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
             raise ConfigError(
                 "engine_python: is of a measurement in an engine; add --engine, or leave it out"
             )
+        if self.options.cache_memory != EvaluateOptions.cache_memory:
+            raise ConfigError(
+                "cache_memory: is of a measurement in an engine; add --engine, or leave it out"
+            )
         if self.options.trust_remote_code:
             raise ConfigError(
                 "trust_remote_code: only an engine runs Python files of an export; add --engine, "
@@ -354,7 +358,7 @@ class Evaluate(Task[EvaluateOptions, _Measured]):
 
     def _measure(self) -> EvaluationRecord:
         options, phases, models = self.options, Phases(), self.models
-        recipe = checkpoint_files.note_of(models[CHECKPOINT].path).get("recipe")
+        recipe = checkpoint_files.note_of(models[CHECKPOINT].folder).get("recipe")
         with phases("data"):
             texts, prepared = self.texts, self.prepared
             sequences = texts.held_out
@@ -534,7 +538,7 @@ def _reference_cache(
     if original is not None:
         cached = plan_of(original)
         return cached.kv_heads * cached.head_dim / dim, "the original's cache"
-    if (recorded := checkpoint_files.original_heads(checkpoint.path, dim)) is not None:
+    if (recorded := checkpoint_files.original_heads(checkpoint.folder, dim)) is not None:
         return recorded, "the cache of the model that it was converted from"
     return plan_of(
         model

@@ -17,6 +17,7 @@ from attention.ratios import percent
 from attention.tensor_parallel import RankCache
 from orchestrator import checkpoints
 from orchestrator.config.options import ExportOptions
+from orchestrator.config.schema import ConfigError
 from orchestrator.reporting.card import CARD, CardFacts, write_card
 from orchestrator.serving.export import EngineExportRecord, export_checkpoint
 from orchestrator.serving.tables import print_check
@@ -50,6 +51,11 @@ class Export(Task[ExportOptions, ExportRecord]):
 
     def check(self) -> None:
         check_repository(self.options.push)
+        if self.options.push is None and not self.options.dry_run:
+            raise ConfigError(
+                "dry_run: nothing is uploaded without the name of a repository; add --push "
+                "OWNER/NAME, or leave out --no-dry-run"
+            )
         require(self.checkpoint)
 
     @cached_property
@@ -83,7 +89,7 @@ class Export(Task[ExportOptions, ExportRecord]):
 
     def _write_card(self, folder: Path, ranks: RankCache | None) -> None:
         """Write the model card into the folder of an export before it is put in place."""
-        facts = CardFacts.of(self.checkpoint.path)
+        facts = CardFacts.of(self.checkpoint.folder, self.checkpoint.path)
         if self.options.cache_format is not None:
             facts = replace(facts, cache_format=self.options.cache_format)
         if ranks is not None:
@@ -104,8 +110,8 @@ class Export(Task[ExportOptions, ExportRecord]):
         if cache := record.get("engine_cache"):
             print(
                 f"with a cache in {cache['cache_format']}: {cache['kv_bytes_per_token']:,} bytes "
-                f"per token; measure it: headfold evaluate {self.checkpoint.path} --cache-format "
-                f"{cache['cache_format']}"
+                f"per token; measure it: headfold evaluate "
+                f"{shlex.quote(self.checkpoint.path)} --cache-format {cache['cache_format']}"
             )
             for engine, flags in zip(cache["engines"], cache["flags"], strict=True):
                 if engine in record["engines"]:

@@ -83,6 +83,13 @@ def default_uri(storage: str | Path) -> str:
     return f"sqlite:///{Path(storage).absolute() / 'mlflow.db'}"
 
 
+def _is_database(uri: str) -> bool:
+    """Whether a store is a database that this process opens, and no server or folder."""
+    from mlflow.store.db.db_types import DATABASE_ENGINES
+
+    return uri.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
+
+
 def open_client(uri: str) -> Any:
     """Return MLflow's client for a store; no request is sent yet."""
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
@@ -123,10 +130,12 @@ class Tracker(Registry):
             TrackingError: If the store cannot be reached.
         """
         address = uri or default_uri(storage)
-        artifacts = None if uri else (Path(storage).absolute() / "mlartifacts").as_uri()
         try:
             with _opening(address):
                 client = open_client(address)
+                artifacts = None
+                if _is_database(address):  # else MLflow puts them into the present folder
+                    artifacts = (Path(storage).absolute() / "mlartifacts").as_uri()
                 experiment_id = _experiment(client, experiment, artifacts)
         except Exception as error:
             raise TrackingError(

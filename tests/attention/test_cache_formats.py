@@ -62,6 +62,7 @@ def test_what_a_format_alone_reaches_is_reported() -> None:
         "50% without any conversion: a cache in q8_0 (llama.cpp) has 53.12% of the bytes, or fp8 (vLLM) has 50% of the "
         "bytes; measure it: headfold evaluate M --original M --cache-format q8_0 (or fp8)"
     )
+    assert "headfold evaluate 'a b' --original 'a b' --cache-format" in format_advice(records, 0.5, "a b")
     assert "q8_0,q4_0 (llama.cpp) has 40.62%" in format_advice(records, 0.4, "M")
     assert format_advice(records, 0.125, "M").startswith("12.5% of the 16-bit cache is below what a cache format alone")
     for_vllm = offered_formats(AttentionPlan.identity(2, 4, 64), "vllm")

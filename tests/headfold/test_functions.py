@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from command_line import run_here
 from datasets import Dataset, DatasetDict
+from hub_cache import put_in_hub_cache
 from transformers import AutoModelForCausalLM
 
 import headfold
@@ -80,6 +81,22 @@ def test_a_model_in_memory_is_still_what_it_was_converted_from(half: headfold.Co
     exported = headfold.export(model, "gqa")
     card = (exported.path / "README.md").read_text()
     assert "50% of its KV cache" in card and "by recipe `gqa`" in card
+
+
+def test_a_conversion_on_the_hub_is_still_what_it_was_converted_from(
+    half: headfold.ConversionResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = put_in_hub_cache(monkeypatch, tmp_path / "hub", "someone/half", half.path)
+    measured: dict[str, Any] = {key: SMALL[key] for key in ("eval_tokens", "sequence_length", "device")}
+    for source in (name, AutoModelForCausalLM.from_pretrained(name)):
+        result = headfold.evaluate(source, speed_tokens=0, **measured)
+        assert (result["checkpoint"], result["kv_ratio"], result["recipe"]["name"]) == (name, 0.5, "gqa")
+
+
+def test_a_model_in_memory_whose_source_is_gone_has_no_note(demo_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_dir)
+    model.name_or_path = "someone/gone"
+    assert functions._note_on_hub(model) == {}
 
 
 def test_the_format_of_a_cache_is_printed(half: headfold.ConversionResult, demo_dir: Path) -> None:

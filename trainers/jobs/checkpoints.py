@@ -263,17 +263,21 @@ class CheckpointStore:
         """Open a checkpoint of this run, by the path in a report, as a folder.
 
         Raises:
-            OSError: For one at an address that is not there, or not as it was written.
+            OSError: If it is not as it was written, or, at an address, not there.
         """
-        if not self.remote:
-            yield Path(path)
-            return
         checkpoints, _ = of_rank_0(self.read)
         checkpoint = next((k for k in checkpoints if k.name == Path(path).name), None)
-        if problem := "it is not in the index" if checkpoint is None else self.damage(checkpoint):
+        if checkpoint is not None:
+            problem = self.damage(checkpoint)
+        else:
+            problem = "it is not in the index" if self.remote else None
+        if problem is not None:
             self.release()
-            raise OSError(f"training checkpoint {path} at its address: {problem}")
-        yield self._scratch / Path(path).name
+            where, remedy = " at its address", ""
+            if not self.remote:
+                where, remedy = "", "; remove this folder to begin from the weights alone"
+            raise OSError(f"training checkpoint {path}{where}: {problem}{remedy}")
+        yield self._scratch / Path(path).name if self.remote else Path(path)
         self.release()
 
     def text(self, path: str, file: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from attention.checkpoint import Checkpoint
 from attention.conversion.convert import convert
 from attention.families import families
 from attention.io import checkpoint, export
@@ -154,6 +157,25 @@ print("difference", (got - wanted).abs().max().item())
     out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert out.returncode == 0, out.stdout + out.stderr
     assert float(out.stdout.split()[-1]) < 1e-4
+
+
+def test_a_second_copy_of_the_weights_is_neither_fetched_nor_hashed(
+    tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint.save(tiny_model("mistral"), tmp_path / "model")
+    before = checkpoint.weights_digest(folder)
+    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    assert checkpoint.weights_digest(folder) == before
+    repository = ["config.json", "headfold.json", "model.safetensors", "consolidated.safetensors"]
+    repository += ["consolidated-00001-of-00002.safetensors", "original/model.safetensors"]
+
+    def snapshot(_: str, *, allow_patterns: list[str], ignore_patterns: list[str], **__: Any) -> str:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        assert [*filter_repo_objects(repository, **patterns)] == repository[:3]
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert Checkpoint("someone/mistral", checkpoint.load_config(folder)).folder == folder
 
 
 def test_a_killed_save_leaves_the_old_checkpoint(tiny_model, tmp_path: Path) -> None:

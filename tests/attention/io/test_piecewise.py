@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hub_cache import put_in_hub_cache
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -104,14 +104,9 @@ def test_other_tensors_are_refused_and_nothing_is_left(tiny_model: Any, tmp_path
 def test_a_hub_name_is_read_from_the_hubs_cache(
     tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offline, as the tests run, there is only the cache; a folder as the hub's library lays it out stands in it."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     source = checkpoint.save(tiny_model("llama"), tmp_path / "model")
-    place = tmp_path / "hub" / "models--someone--tiny"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(source, place / "snapshots" / ("0" * 40))
+    name = put_in_hub_cache(monkeypatch, tmp_path / "hub", "someone/tiny", source)
     ids = torch.arange(12).reshape(2, 6)
-    assert torch.equal(filled("someone/tiny", torch.float32)(ids).logits, checkpoint.load(source)(ids).logits)
+    assert torch.equal(filled(name, torch.float32)(ids).logits, checkpoint.load(source)(ids).logits)
     with pytest.raises(CheckpointError, match="someone/none"):
         piecewise.outline("someone/none", torch.float32)

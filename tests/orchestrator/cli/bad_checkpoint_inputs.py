@@ -28,6 +28,7 @@ EVALUATIONS = (
     Bad("an engine that nobody knows", "evaluate model --engine llama", ("engine", "llama.cpp", "'llama'")),
     Bad("tasks in an engine", "evaluate model --engine llama.cpp --tasks demo", ("--tasks", "without --engine")),
     Bad("a Python without the engine's", "evaluate model ... --engine-python python3", ("engine_python", "--engine")),
+    Bad("memory of no engine", "evaluate model ... --cache-memory 40", ("cache_memory", "--engine")),
     Bad(
         "code of an export without an engine",
         "evaluate model ... --trust-remote-code",

@@ -74,8 +74,12 @@ def test_an_export_is_served_with_the_flags_of_the_format(
     demo_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, flags = tmp_path / "out", "--cache-type-k q8_0 --cache-type-v q4_0 --flash-attn on"
-    assert run_here("export", demo_dir, "--target", "gguf", "--out", out, "--cache-format", "q8_0,q4_0") == 0
-    assert f"llama.cpp: {flags}" in capsys.readouterr().out
+    model = tmp_path / "my model"
+    model.symlink_to(demo_dir)
+    assert run_here("export", model, "--target", "gguf", "--out", out, "--cache-format", "q8_0,q4_0") == 0
+    printed = capsys.readouterr().out
+    assert f"llama.cpp: {flags}" in printed
+    assert f"headfold evaluate '{model}' --cache-format q8_0,q4_0" in printed
     assert f"llama-server -m model.gguf {flags}" in (out / "README.md").read_text()
     assert run_here("export", demo_dir, "--target", "vllm", "--out", tmp_path / "v", "--cache-format", "fp8") == 0
     assert "vllm serve path/to/v --kv-cache-dtype fp8" in (tmp_path / "v" / "README.md").read_text()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from orchestrator.config.schema import parse_config, read_search_config
-from orchestrator.pipeline import _changed_sections, _config_record
+from orchestrator.pipeline import _changed_sections, _config_record, _new_folder, _save_changes
 from orchestrator.search.duplicates import work_digest
 from trainers.jobs.train_job import TrainJob
 from trainers.settings import TrainSettings
@@ -50,3 +50,18 @@ def test_the_work_of_a_trial_is_what_decides_its_weights(tmp_path: Path) -> None
 
     assert digest() == digest(activation_checkpointing="selective") == digest(activation_checkpointing=False)
     assert len({digest(), digest(document_mask=True), digest(seed=1)}) == 3
+
+
+def test_a_resumed_search_is_promoted_with_its_last_settings(tmp_path: Path) -> None:
+    begun = read_search_config(DEMO, ["promotion.steps=0", "promotion.keep_weights=finalists"])
+    folder = _new_folder(begun, tmp_path)
+    before = folder.snapshot.stat()
+    _save_changes(folder, begun, begun)
+    assert folder.snapshot.stat() == before, "nothing is written where nothing has changed"
+    changes = ["promotion.steps=2000", "promotion.keep_weights=all", "tracking.uri=http://user:secret@host:5000"]
+    _save_changes(folder, read_search_config(DEMO, [*changes, "train.micro_batch_size=1"]), begun)
+    stored = parse_config(folder.stored())
+    assert (stored.promotion.steps, stored.train.micro_batch_size) == (2000, 1)
+    assert stored.promotion.keep_weights == "finalists", "those of some trials are gone"
+    assert stored.tracking.uri == "http://***@host:5000"
+    assert (stored.storage, stored.search) == (begun.storage, begun.search)

@@ -14,6 +14,7 @@ from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
 from orchestrator.config.schema import ConfigError, parse_config
+from orchestrator.promotion.engine_export import export_for_engine
 from orchestrator.promotion.gate import GateResult, examine
 from orchestrator.promotion.state import TRAINED, BaselineModel, PromotionEntry, TrainedModel
 from orchestrator.search.trials.context import TrialContext
@@ -76,6 +77,10 @@ def test_an_engine_that_is_not_there_is_reported_and_its_folder_written(
     assert seen.reasons == [] and (Path(str(seen.record.served)) / "config.json").is_file()
     assert seen.record.checks["engine"].startswith("not checked: ")
     assert "headfold_layers · 50%: vllm not loaded in its engine" in capsys.readouterr().out
+    served = Path(str(seen.record.served))
+    (served / "README.md").write_text("the card of a promotion that was killed before it wrote the digests")
+    again, _, reason = export_for_engine(str(seen.record.model), "vllm", "head")
+    assert (again, reason) == (str(served), None)
 
 
 def test_a_plan_that_the_engine_does_not_hold_is_refused(

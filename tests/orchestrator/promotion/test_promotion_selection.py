@@ -221,3 +221,33 @@ def test_the_link_leads_to_the_smallest_cache_in_bytes(folder: SearchFolder) -> 
     assert theirs.resolve() == folder.trial("narrow").resolve()
     assert state.exported == str(folder.trial("narrow"))
     assert (folder.root / "exported").resolve() == folder.trial("narrow").resolve()
+
+
+def test_an_unfinished_promotion_is_made_shorter_or_given_up_by_other_settings(
+    config: SearchConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, base = trial("a", "headfold", 2.2), trial("c", "headfold", 2.1), trial("b", "gqa", 2.9)
+    state = PromotionState()
+    promote._add_entries(state, [first, base], None, config, 1000)
+    promote._add_entries(state, [first, base], None, config, 160)
+    assert (state.candidates["a"].steps, state.baselines["0.5"].steps) == (160, 160)
+    assert [e.steps for e in state.earlier] == [1000, 1000]
+    assert state.replaced("a") == state.replaced("b") == {1000}
+    config = parse_config(config.model_dump() | {"promotion": {"top": 1}})
+    promote._add_entries(state, [first, second, base], None, config, 160)
+    assert list(state.candidates) == ["c"] and list(state.baselines) == ["0.5"]
+    assert "`headfold promote FOLDER --trial a` continues it" in capsys.readouterr().out
+    assert state.replaced("a") == {160, 1000}
+    state.earlier[-1].trained_at = 1.0
+    assert state.replaced("a") == {1000}, "its weights are those of an attempt that was trained"
+
+
+def test_a_baseline_that_no_candidate_needs_is_given_up(config: SearchConfig) -> None:
+    half, quarter = trial("a", "headfold", 2.2), trial("c", "headfold", 2.5, 0.25)
+    trials = [half, quarter, trial("b", "gqa", 2.9), trial("d", "gqa", 3.0, 0.25)]
+    state = PromotionState()
+    promote._add_entries(state, trials, None, config, 160)
+    assert len(state.baselines) == 2
+    state.withdraw({"a"})
+    assert (list(state.candidates), list(state.baselines)) == (["a"], ["0.5"])
+    assert {entry.trial_id for entry in state.earlier} == {"c", "d"}

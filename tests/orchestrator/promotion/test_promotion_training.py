@@ -287,3 +287,51 @@ def test_a_training_that_ends_while_its_reports_cannot_be_read_is_complete(
     assert (state.status, state.loss, state.reasons) == ("trained", 1.5, [])
     assert state.trained is not None
     assert (state.trained.step, state.trained.data_position, state.trained.tokens) == (10, 80, 1280)
+
+
+def test_a_resumed_training_counts_from_where_it_was(
+    config: SearchConfig,
+    context: TrialContext,
+    folder: SearchFolder,
+    tracker: Tracker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that the time left is that of its other steps; what it has replaced is removed once it has been trained."""
+    config = parse_config(config.model_dump() | {"promotion": {"steps": 96}})
+    write_json(folder.trial("head") / "recipe.json", Candidate(recipe("headfold"), 0.5, 1e-3).config())
+    write_journal(folder.root, [trial("head", "headfold", 2.2)])
+    (record,) = load_trials(folder.root)
+    session = SearchSession(config, folder, context, sync_of(tracker, folder, tracker.start("search")), 1)
+    entry, former = PromotionEntry.of(record, 100), PromotionEntry.of(record, 1000)
+    state = PromotionState({"head": entry}, earlier=[former])
+    steps = PromotionSteps(session, state, {"head": record})
+    runs = [Training.of(record, total, session).run for total in (100, 1000)]
+    assert runs[0] is not None and runs[1] is not None
+    folders = [Path(run.job.storage_path) / run.job.run_name for run in runs if run is not None]
+    for run_folder in folders:
+        run_folder.mkdir(parents=True)
+    lines = [{"step": step, "time": 1e9 + step, "batch_loss": 3.0} for step in range(1, 61)]
+    (folders[0] / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    opened: list[dict[str, Any]] = []
+    stage = steps_module.stage
+
+    def recorded(*arguments: Any, **settings: Any) -> Any:
+        opened.append({"arguments": arguments, **settings})
+        return stage(*arguments, **settings)
+
+    def run_all(trainings: list[Training], _: Any, done: Any, going_on: Callable[[Training], None]) -> None:
+        (training,) = trainings
+        assert folders[1].exists()
+        report = {"step": 100, "loss": 1.5, "kl": 0.1, "data_position": 80, "tokens": 1280}
+        best = {"best_step": 100, "best_loss": 1.5, "best_kl": 0.1, "best_dir": str(folder.trial("head") / "trained")}
+        done(training, TrainingResult(1.5, [report | best]), None)
+
+    monkeypatch.setattr(steps_module, "stage", recorded)
+    monkeypatch.setattr(steps_module, "run_all", run_all)
+    steps.train()
+    total = runs[0].job.milestones[-1]
+    assert opened == [{"arguments": ("full trainings", total, "steps"), "start": 60}]
+    assert not folders[1].exists()
+    former.run_id = tracker.start("former")
+    steps.catch_up()
+    assert tracker.client.get_run(former.run_id).info.status == "KILLED"

@@ -16,8 +16,10 @@ import pytest
 import yaml
 from command_line import run_here
 from command_process import CommandProcess, commands
+from hub_cache import put_in_hub_cache
 from transformers import PreTrainedModel
 
+from attention.checkpoint import Checkpoint
 from attention.conversion.convert import convert
 from attention.io import checkpoint
 from attention.plan import AttentionPlan, LayerPlan
@@ -76,6 +78,26 @@ def test_an_export_has_a_card_with_metadata_and_a_picture_and_is_whole(
     assert run_here("export", half, "--target", "gqa", "--out", out, "--overwrite") == 0
 
 
+def test_an_export_of_a_hub_name_has_the_facts_of_the_conversion(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = put_in_hub_cache(monkeypatch, tmp_path / "hub", "someone/half", half)
+    out, file = tmp_path / "out", tmp_path / "e.json"
+    assert run_here("export", name, "--target", "gqa", "--out", out, "--tensor-parallel", "2", "--json", file) == 0
+    assert "converted to 50% of its KV cache, by recipe `gqa`" in (out / CARD).read_text()
+    assert checkpoint.carried(out) == checkpoint.carried(half) != {}
+    record = json.loads(file.read_text())
+    assert record["kv_bytes_per_token_original"] == 2 * record["kv_bytes_per_token_after"]
+    assert record["tensor_parallel"]["kv_bytes_per_token_per_gpu_original"] is not None
+
+
+def test_a_hub_name_without_an_owner_stays_the_base(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Checkpoint.open(put_in_hub_cache(monkeypatch, tmp_path / "hub", "small", demo_dir))
+    assert CardFacts.of(opened.folder, opened.path).base == "small"
+
+
 def test_an_export_whose_card_fails_leaves_nothing(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +127,25 @@ def test_the_lines_for_transformers_run_as_they_stand(
     exec(lines[1].replace("path/to/", ""), {})
     assert capsys.readouterr().out.startswith("Once upon a time")
     assert f"vllm serve path/to/{half.name}\n" in card and f"convert_hf_to_gguf.py path/to/{half.name} " in card
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+        {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "head_dim": 16},
+    ],
+    ids=["wide heads", "a head dim of Qwen2"],
+)
+def test_what_the_script_of_llama_cpp_misreads_is_exported(config: dict[str, Any], tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", config)
+    write_json(tmp_path / "export.json", {"engines": ["llama.cpp"]})
+    card = card_of(tmp_path, CardFacts(), "me/wide")
+    assert "convert_hf_to_gguf" not in card
+    assert "headfold export model --target gguf --out model-gguf " in card
+    assert "llama-server -m model-gguf/model.gguf\n" in card
+    write_json(tmp_path / "config.json", {**config, "head_dim": 8, "rope_parameters": {"rope_type": "default"}})
+    assert "convert_hf_to_gguf" in card_of(tmp_path, CardFacts(), "me/wide")
 
 
 def test_all_that_is_known_is_on_the_card(half: Path, tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def test_a_searcher_with_probes_trains_only_what_it_finds(tmp_path: Path) -> Non
     result = of(config, tmp_path)
     assert result.probes == 40
     assert result.trials == 12 + 40 + 2
+    # The two are never stopped, like the 2 baselines and 2 relaxations: 8 others are
+    assert result.tokens == (6 * 24 + 4 * 8 + 2 * 16) * 8 * 256 + 6 * 40 * 8 * 256
 
 
 def test_hours_and_price_follow_the_rate(tmp_path: Path) -> None:

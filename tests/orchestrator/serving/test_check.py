@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from command_line import run_here
 from engine_plans import together
+from hub_cache import put_in_hub_cache
 from transformers import AutoTokenizer, PreTrainedModel
+from verbs import export_checkpoint
 
 from attention.conversion.convert import convert
 from attention.io import checkpoint
@@ -20,7 +22,7 @@ from attention.io.export import export
 from attention.io.targets import EngineSupport, target
 from attention.plan import AttentionPlan
 from orchestrator.serving import llama_cpp, transformers
-from orchestrator.serving.check import check_export, prompts_for
+from orchestrator.serving.check import CheckResult, check_export, prompts_for
 from orchestrator.serving.engine import CHILDREN, EngineFailure, Question, has_module, idle_threads, run_child
 from orchestrator.serving.engines import ENGINES, engine
 
@@ -132,6 +134,32 @@ def test_other_weights_and_another_cache_are_found(
 def test_an_engine_that_ends_badly_is_reported(script: str, message: str) -> None:
     with pytest.raises(EngineFailure, match=f"the engine {message}"):
         run_child("the engine", [sys.executable, "-c", script], {}, {}, seconds=2 if "sleep" in script else 60)
+
+
+def test_a_python_is_found_from_the_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the link that its environment has."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    script = "import json, sys; print(json.dumps({'python': sys.executable}))"
+    answer, _ = run_child("the engine", ["bin/python", "-c", script], {}, {})
+    assert answer == {"python": str(tmp_path / "bin" / "python")}
+
+
+def test_the_tokenizer_of_a_hub_name_is_checked(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = put_in_hub_cache(monkeypatch, tmp_path / "hub", "someone/demo", demo_dir)
+    given: list[Any] = []
+
+    def checked(*arguments: Any, **_: Any) -> CheckResult:
+        given.append(arguments[4])
+        raise EngineFailure("enough")
+
+    monkeypatch.setattr("orchestrator.serving.export.check_export", checked)
+    with pytest.raises(EngineFailure, match="enough"):
+        export_checkpoint(name, "gqa", tmp_path / "out", check=True, engine="transformers")
+    assert given[0] is not None and len(given[0]) == 2048
 
 
 def test_a_folder_is_not_a_module_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

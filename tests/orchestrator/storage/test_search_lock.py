@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.config.schema import ConfigError
 from orchestrator.storage.journal import TRIAL, Journal, JournalError, read_events
-from orchestrator.storage.lock import SearchLock
+from orchestrator.storage.lock import SearchLock, last_heartbeat
 
 CONFIG = {"recipe": "gqa", "kv_ratio": 0.5, "learning_rate": 1e-3, "choices": {}}
 HOLD = """
@@ -155,3 +155,14 @@ def test_a_lock_of_a_former_version_is_taken_over(tmp_path: Path) -> None:
     lock = SearchLock(tmp_path / "lock", beat=0.02).acquire()
     lock.check()
     lock.release()
+
+
+def test_a_look_at_the_lock_of_a_dead_driver_leaves_the_time_of_its_death(tmp_path: Path) -> None:
+    path = tmp_path / "driver.lock"
+    SearchLock(path).check_free()
+    SearchLock(path).acquire().release()
+    os.utime(path, (1000, 1000))
+    SearchLock(path).check_free()
+    assert last_heartbeat(path, 5000) == 1000
+    with SearchLock(path).acquire(), pytest.raises(ConfigError, match="is being run by"):
+        SearchLock(path).check_free()

@@ -60,3 +60,14 @@ def test_a_state_that_cannot_be_read_is_that_of_a_search_that_has_not_ended(stor
     state.write_bytes(content.encode("latin-1"))
     assert [folder.root.name for folder in SearchFolder.unended(storage, "demo")] == ["demo-2", "demo-3"]
     assert SearchFolder(storage / "demo-2").read_state() == {}
+
+
+def test_a_name_that_ends_in_a_number_is_of_another_search(storage: Path) -> None:
+    other = SearchFolder.fresh(storage, "demo-3")
+    assert other.root.name == "demo-3-2"
+    Journal(other.journal).append("search", format=2, rungs=2, time=4000.0)
+    other.snapshot.write_text("name: demo-3\n")
+    assert SearchFolder.newest(storage, "demo").root.name == "demo-3"
+    assert SearchFolder.unended(storage, "demo-3") == [other]
+    (storage / "demo-2" / "search.yaml").write_text("name: demo-2\n")
+    assert SearchFolder.newest(storage, "demo-2").root.name == "demo-2"

@@ -14,13 +14,30 @@ from command_line import run_here
 from attention.io import checkpoint
 from orchestrator import pipeline
 from orchestrator.cluster.capacity import Nodes
+from orchestrator.config.options import DemoOptions
+from orchestrator.config.schema import read_search_config
 from orchestrator.search import setup
 from orchestrator.search.prepare import _text_digests, trial_context
+from orchestrator.tasks.demo import demo
 from orchestrator.tracking.runs import Tracker
 
 
 class TrialsBegin(Exception):
     """Raised instead of running the trials."""
+
+
+@pytest.mark.parametrize("storage", ["runs/try #2", "1.50", "é: 'x'"])
+def test_a_demo_takes_its_storage_as_it_stands(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def reading(config: Path, changes: list[str]) -> None:
+        read.append(read_search_config(config, changes).storage)
+        raise TrialsBegin
+
+    monkeypatch.setattr("orchestrator.tasks.demo.read_search_config", reading)
+    with pytest.raises(TrialsBegin):
+        demo(DemoOptions(storage=Path(storage)))
+    assert read == [storage]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from attention.families import families
 from attention.io import checkpoint
 from orchestrator import checkpoints
 from search_spaces.recipes.catalogue import RECIPES
+from trainers import zero
 
 GPU = "fgpu:0"
 SMALL: dict[str, Any] = {
@@ -54,9 +55,13 @@ def source(tiny_model: Any, demo_tokenizer: PreTrainedTokenizerBase, tmp_path_fa
 
 @pytest.fixture(autouse=True)
 def gpu(fgpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """The product knows auto, cpu and cuda; here the emulated device is what `device_of` finds by its name."""
-    real = checkpoints.device_of
+    """The product knows auto, cpu and cuda; here the emulated device is what `device_of` finds by its name.
+
+    DeepSpeed does not know it: DHA's search phase, which is its training, is on the CPU.
+    """
+    real, deepspeed_on = checkpoints.device_of, zero.computing_on
     monkeypatch.setattr(checkpoints, "device_of", lambda name: fgpu if is_emulated(name) else real(name))
+    monkeypatch.setattr(zero, "computing_on", lambda device: deepspeed_on("cpu"))
     with sdpa_kernel(SDPBackend.MATH):  # as the emulated GPU does it
         yield fgpu
 

@@ -191,6 +191,17 @@ def test_the_default_store_is_in_the_storage_folder(tracker: Tracker, tmp_path: 
     assert list((tmp_path / "mlartifacts").rglob("note.txt"))
 
 
+def test_artifacts_of_a_database_are_in_the_storage_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in the folder where the command was typed, as MLflow would have it."""
+    present = tmp_path / "present"
+    present.mkdir()
+    monkeypatch.chdir(present)
+    tracker = Tracker.open(f"sqlite:///{tmp_path / 'runs.db'}", "search", tmp_path / "storage")
+    tracker.log_text(tracker.start("x"), "hello", "note.txt")
+    assert list((tmp_path / "storage" / "mlartifacts").rglob("note.txt"))
+    assert not list(present.iterdir())
+
+
 OPEN = """
 import sys
 from pathlib import Path

@@ -160,3 +160,20 @@ def test_two_workers_copy_their_own_files(on_both: Any, tmp_path: Path) -> None:
     one, other = on_both(tmp_path / "both", both, str(tmp_path / "place"))
     parts = {"part-0": "of 0", "part-1": "of 1"}
     assert one == other == (2, sorted(parts), parts, [2], [], [])
+
+
+def test_a_damaged_checkpoint_of_another_run_is_not_opened(store: CheckpointStore) -> None:
+    store.save(1, writing("one"), {"step": 1})
+    newest, _, _ = store.newest_whole()
+    assert newest is not None
+    folder = store.folder(newest)
+    other = store.of_run("other").of_run("run")
+    with other.opened(str(folder)) as opened:
+        assert opened == folder
+    (folder / "deep" / "state.pt").write_text("0ne")
+    with pytest.raises(OSError, match="is not what was written .*; remove this folder"), other.opened(str(folder)):
+        pass
+    former = store.root / "checkpoint_000009"  # of a version that had no index
+    former.mkdir()
+    with other.opened(str(former)) as opened:
+        assert opened == former

@@ -52,7 +52,10 @@ def work(job: TrainJob, rank: int, meeting: Path, dies: bool) -> None:
 
 
 def die_once_there_is(folder: Path) -> None:
-    while not list(folder.glob("**/states/checkpoints.json")):
+    while not any(
+        Path(parent).name == "states" and "checkpoints.json" in names
+        for parent, _, names in os.walk(folder)  # and not glob: it raises where a folder is renamed meanwhile
+    ):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 
