@@ -227,11 +227,14 @@ def _save_changes(folder: SearchFolder, config: SearchConfig, stored: SearchConf
 
     Args:
         stored: The configuration so far. Weights that its `keep_weights: finalists` has removed
-            stay away, and so does that setting.
+            stay away; what says which they were stays too, unless the resumption has checked that
+            those of its promotion are there.
     """
-    promotion = config.promotion
-    if (rule := stored.promotion.keep_weights) == "finalists":
-        promotion = promotion.model_copy(update={"keep_weights": rule})
+    promotion, before = config.promotion, stored.promotion
+    removed = before.keep_weights == "finalists"
+    if removed and not (promotion.enabled and promotion.keep_weights == before.keep_weights):
+        rules = {name: getattr(before, name) for name in ("keep_weights", "select", "top")}
+        promotion = promotion.model_copy(update=rules)
     same = {"promotion": promotion, "storage": stored.storage}
     record = _config_record(config.model_copy(update=same))
     if record != _config_record(stored):

@@ -390,7 +390,7 @@ def _add_entries(
         chosen = select(trials, config.promotion.select, config.promotion.top)
     for trial in chosen:
         entry = PromotionEntry.of(trial, total)
-        state.add(state.candidates, trial.trial_id, entry, keep_longer=selected)
+        state.add(state.candidates, trial.trial_id, entry, keep_longer=selected, reinstate=selected)
     baselines = best_of_recipe(trials, config.search.baseline)
     alike = [entry for entry in state.candidates.values() if entry.steps == total]
     # Those have yet to pass the gate, by a baseline of as many steps
@@ -399,12 +399,20 @@ def _add_entries(
         if (best := baselines.get(kv_ratio)) is not None:
             entry = PromotionEntry.of(best, total, BASELINE)
             keep_longer = selected and kv_ratio not in due
-            state.add(state.baselines, f"{kv_ratio:g}", entry, keep_longer=keep_longer)
+            state.add(
+                state.baselines,
+                f"{kv_ratio:g}",
+                entry,
+                keep_longer=keep_longer,
+                reinstate=selected,
+            )
     if selected:
         for entry in state.withdraw({trial.trial_id for trial in chosen}):
+            command = f"headfold promote FOLDER --trial {entry.trial_id}"
+            if entry.steps != total:
+                command += f" promotion.steps={entry.steps - total + config.promotion.steps}"
             print(
-                f"promotion: {entry.name} is no longer selected; `headfold promote FOLDER --trial "
-                f"{entry.trial_id}` continues it",
+                f"promotion: {entry.name} is no longer selected; `{command}` continues it",
                 flush=True,
             )
 

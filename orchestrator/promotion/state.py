@@ -367,6 +367,7 @@ class PromotionState:
         entry: PromotionEntry,
         *,
         keep_longer: bool = False,
+        reinstate: bool = False,
     ) -> None:
         """Add an entry, unless there is one with the same goal that has not failed.
 
@@ -375,6 +376,8 @@ class PromotionState:
             key: Of the entry.
             entry: The entry.
             keep_longer: Whether one of the same trial that was trained for more steps stays too.
+            reinstate: Whether an earlier entry with the same goal that has not failed is taken
+                again.
         """
         if (existing := entries.get(key)) is not None:
             longer = existing.steps > entry.steps and existing.status != PENDING
@@ -382,6 +385,12 @@ class PromotionState:
             if existing.trial_id == entry.trial_id and enough and existing.status != FAILED:
                 return
             self.earlier.append(existing)
+        goal = (entry.trial_id, entry.role, entry.steps)
+        for index, former in enumerate(self.earlier):
+            alike = (former.trial_id, former.role, former.steps) == goal
+            if reinstate and alike and former.status not in (PENDING, FAILED):
+                entry = self.earlier.pop(index)
+                break
         entries[key] = entry
 
     def withdraw(self, selected: Collection[str]) -> list[PromotionEntry]:

@@ -119,6 +119,7 @@ class PromotionSteps:
         for training in trainings:
             if training.run is not None:
                 on_progress(training)  # the run is there before the training is
+        self.save()  # with the ids of the runs
         steps = sum(one.total - one.start for one in trainings)
         try:
             with stage("full trainings", steps, "steps", start=progress.done) as progress:

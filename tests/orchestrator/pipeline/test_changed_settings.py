@@ -58,10 +58,16 @@ def test_a_resumed_search_is_promoted_with_its_last_settings(tmp_path: Path) -> 
     before = folder.snapshot.stat()
     _save_changes(folder, begun, begun)
     assert folder.snapshot.stat() == before, "nothing is written where nothing has changed"
-    changes = ["promotion.steps=2000", "promotion.keep_weights=all", "tracking.uri=http://user:secret@host:5000"]
+    changes = [
+        "promotion.steps=2000",
+        "promotion.keep_weights=all",
+        "promotion.top=5",
+        "tracking.uri=http://user:secret@host:5000",
+    ]
     _save_changes(folder, read_search_config(DEMO, [*changes, "train.micro_batch_size=1"]), begun)
     stored = parse_config(folder.stored())
     assert (stored.promotion.steps, stored.train.micro_batch_size) == (2000, 1)
-    assert stored.promotion.keep_weights == "finalists", "those of some trials are gone"
+    weights = ("finalists", begun.promotion.top)
+    assert (stored.promotion.keep_weights, stored.promotion.top) == weights, "those of some trials are gone"
     assert stored.tracking.uri == "http://***@host:5000"
     assert (stored.storage, stored.search) == (begun.storage, begun.search)

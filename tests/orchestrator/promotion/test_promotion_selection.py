@@ -251,3 +251,30 @@ def test_a_baseline_that_no_candidate_needs_is_given_up(config: SearchConfig) ->
     state.withdraw({"a"})
     assert (list(state.candidates), list(state.baselines)) == (["a"], ["0.5"])
     assert {entry.trial_id for entry in state.earlier} == {"c", "d"}
+
+
+def test_what_was_promoted_before_a_longer_promotion_that_was_killed_is_not_promoted_again(
+    config: SearchConfig,
+) -> None:
+    best, base = trial("a", "headfold", 2.2), trial("b", "gqa", 2.9)
+    state = PromotionState()
+    promote._add_entries(state, [best, base], None, config, 160)
+    state.candidates["a"].status, state.baselines["0.5"].status = PROMOTED, TRAINED
+    promote._add_entries(state, [best, base], [best], config, 1000)
+    promote._add_entries(state, [best, base], None, config, 160)
+    candidate, baseline = state.candidates["a"], state.baselines["0.5"]
+    assert (candidate.status, candidate.steps, baseline.status, baseline.steps) == (PROMOTED, 160, TRAINED, 160)
+    assert [(e.trial_id, e.steps, e.status) for e in state.earlier] == [("a", 1000, PENDING), ("b", 1000, PENDING)]
+
+
+def test_a_candidate_that_is_withdrawn_leaves_the_command_that_continues_it(
+    config: SearchConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, base, later = trial("a", "headfold", 2.2), trial("b", "gqa", 2.9), trial("c", "headfold", 2.1)
+    config = parse_config(config.model_dump() | {"promotion": {"steps": 156, "top": 1}})
+    state = PromotionState()
+    promote._add_entries(state, [best, base], None, config, 1000)
+    promote._add_entries(state, [best, base, later], None, config, 160)
+    command = "`headfold promote FOLDER --trial a promotion.steps=996` continues it"
+    assert command in capsys.readouterr().out
+    assert {e.steps for e in (*state.candidates.values(), *state.baselines.values())} == {160}

@@ -322,6 +322,7 @@ def test_a_resumed_training_counts_from_where_it_was(
     def run_all(trainings: list[Training], _: Any, done: Any, going_on: Callable[[Training], None]) -> None:
         (training,) = trainings
         assert folders[1].exists()
+        assert PromotionState.load(folder.promotion).candidates["head"].run_id is not None
         report = {"step": 100, "loss": 1.5, "kl": 0.1, "data_position": 80, "tokens": 1280}
         best = {"best_step": 100, "best_loss": 1.5, "best_kl": 0.1, "best_dir": str(folder.trial("head") / "trained")}
         done(training, TrainingResult(1.5, [report | best]), None)
@@ -332,6 +333,10 @@ def test_a_resumed_training_counts_from_where_it_was(
     total = runs[0].job.milestones[-1]
     assert opened == [{"arguments": ("full trainings", total, "steps"), "start": 60}]
     assert not folders[1].exists()
-    former.run_id = tracker.start("former")
     steps.catch_up()
-    assert tracker.client.get_run(former.run_id).info.status == "KILLED"
+    assert former.run_id is None, "it had not begun"
+    steps._track(former)
+    run_id = former.run_id
+    assert run_id is not None and tracker.client.get_run(run_id).info.status == "RUNNING"
+    steps.catch_up()
+    assert tracker.client.get_run(run_id).info.status == "KILLED" and former.run_id == run_id
